@@ -289,6 +289,8 @@ class Decoding:
     """Runs an engine, and passes its stopped rollouts to `output`. Only `run`, `check`, `fail` and
     `prefetch` may be called off the compute thread."""
 
+    tags: tuple[str, ...] = ("weights", "kv")
+
     def __init__(
         self,
         engine: Engine,
@@ -386,7 +388,7 @@ class Decoding:
     def reset(self) -> None:
         """Forget all rollouts, prompts and versions, with all memory on the device: nothing decodes
         before the next commit."""
-        for tag in ("weights", "kv"):
+        for tag in self.tags:
             self.onload(tag)
         self.standstill.end()
         self.engine.abort_requests([*self._rows])

@@ -348,6 +348,8 @@ class TaggedMemory(Protocol):
     """The memory that an executor keeps on the device, by tag. A move of a tag that is already
     where it should go moves 0 bytes."""
 
+    tags: tuple[str, ...]
+
     def offload(self, tag: str) -> int:
         """Move the memory off the device. Returns the number of bytes."""
 
@@ -374,16 +376,24 @@ class OffloadPart(Offloadable):
         self._memory, self._run, self._spans, self._source = memory, run, spans, source
 
     async def offload(self, tags: list[str]) -> None:
-        for tag in tags:
+        for tag in self._known(tags):
             await self._run(partial(self._offload, tag), ("offload", tag))
 
     async def prefetch(self, tags: list[str]) -> None:
-        for tag in tags:
+        for tag in self._known(tags):
             self._memory.prefetch(tag)
 
     async def onload(self, tags: list[str]) -> None:
-        for tag in tags:
+        for tag in self._known(tags):
             await self._run(partial(self._onload, tag), ("onload", tag))
+
+    def _known(self, tags: list[str]) -> list[str]:
+        """Return `tags`; raise ValueError if one is unknown."""
+        for tag in tags:
+            if tag not in self._memory.tags:
+                known = ", ".join(self._memory.tags)
+                raise ValueError(f"tags must be among {known}, got {tag!r}")
+        return tags
 
     def _offload(self, tag: str) -> None:
         if tag == "weights":

@@ -16,7 +16,14 @@ from llamarl.core.config import WeightsConfig
 from llamarl.core.device.devices import platform_of
 from llamarl.publish.comparison import MODULUS, Fingerprints
 from llamarl.publish.fingerprint import fingerprint, line_dim
-from llamarl.publish.layout import BUFFER, Box, ParameterLayout, RankLayout, Route, StagingHandle
+from llamarl.publish.layout import (
+    BUFFER,
+    Box,
+    ParameterLayout,
+    RankLayout,
+    Route,
+    StagingHandle,
+)
 from llamarl.publish.shards import Shape, one_box
 from llamarl.publish.transports.mapped import MappedBlock, require_memory, this_host
 from llamarl.publish.transports.messages import TransportReceiver
@@ -45,6 +52,31 @@ class Memory:
     def num_bytes(self) -> int:
         """The size of the memory."""
         return self.num_elements * self.dtype.itemsize
+
+    def check(self) -> None:
+        """Raise ValueError unless all boxes lie in a weight buffer of this size and dtype: sources
+        write where they say, also those that were recorded from another engine."""
+        is_mixed = self.dtype == torch.uint8
+        if is_mixed and self.num_bytes % ALIGN_BYTES:
+            raise ValueError(f"bytes must be a multiple of {ALIGN_BYTES}, got {self.num_bytes}")
+        for name, layout in self.parameters.items():
+            if not is_mixed and layout.dtype != str(self.dtype).removeprefix("torch."):
+                raise ValueError(
+                    f"dtype of {name} must be the weight buffer's {self.dtype}, got {layout.dtype}"
+                )
+            for box in layout.boxes:
+                if box.buffer != BUFFER:
+                    raise ValueError(f"buffer of {name} must be {BUFFER!r}, got {box.buffer!r}")
+                if 0 in box.shape:
+                    continue
+                begin, item = box.offset, getattr(torch, layout.dtype).itemsize
+                end = box.offset_of(tuple(stop - 1 for stop in box.stop)) + 1
+                is_negative = begin < 0 or min(box.strides, default=0) < 0
+                if is_negative or end * item > self.num_bytes:
+                    raise ValueError(
+                        f"{name} must lie within the weight buffer's {self.num_bytes // item} "
+                        f"elements, got elements {begin} to {end - 1}"
+                    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +186,10 @@ class WeightBuffer:
     `before_overwrite(version)` is called before memory that holds `version` is prepared or copied
     over: an owner that passes the weights on sets it to its Writer's `tensors.invalidate`.
 
-    Raises ValueError if there is too little memory, and creates nothing then; RuntimeError if calls
-    come in another order than prepare, [verify,] commit or abort. `commit` belongs on the
-    executor's compute thread; the other methods may run beside decoding on other threads, one at a
-    time."""
+    Raises ValueError if a box lies outside or there is too little memory, and creates nothing then;
+    RuntimeError if calls come in another order than prepare, [verify,] commit or abort. `commit`
+    belongs on the executor's compute thread; the other methods may run beside decoding on other
+    threads, one at a time."""
 
     def __init__(
         self,
@@ -171,6 +203,7 @@ class WeightBuffer:
         host: str | None = None,
         is_offloaded: bool = False,
     ) -> None:
+        memory.check()
         self._device = torch.empty(0, device=device).device  # with its index
         self.version = -1  # of `active`; -1: nothing published yet
         self.before_overwrite: Callable[[int], None] = lambda version: None

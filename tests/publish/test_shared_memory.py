@@ -269,11 +269,21 @@ def test_what_is_overwritten_is_announced(staging, expected) -> None:
     weight_buffer.close()
 
 
-def test_a_weight_buffer_that_cannot_be_is_refused_and_nothing_is_left_of_it() -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_elements": 2**58}, r"two copies .* must fit into memory: needs \d+ bytes, got \d+"),
+        ({"num_elements": 31}, "w must lie within the weight buffer's 31 elements, got elements"),
+        ({"dtype": torch.bfloat16}, "dtype of w must be the weight buffer's torch.bfloat16, got"),
+        ({"parameters": {"w": layout(0, 6, "other")}}, "buffer of w must be 'weights', got"),
+    ],
+)
+def test_a_weight_buffer_that_cannot_be_is_refused_and_nothing_is_left_of_it(
+    changes, message
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    message = r"two copies .* must fit into memory: needs \d+ bytes, got \d+"
     with pytest.raises(ValueError, match=message):
-        make_weight_buffer(num_elements=2**58)
+        make_weight_buffer(**changes)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
