@@ -76,6 +76,9 @@ class Evaluator:
             before = self.engines.gate.steps.first_of_batch(before)
         return version // every > before // every
 
+    async def measure_before_save(self, version: int, last: int, whole: Whole) -> None:
+        """Evaluate the trainer's `version` if that needs no publish: no generator has it yet."""
+
     def note_saved(self, version: int) -> None:
         """Note that `version` is saved after all, for example as the last one of a run that ends
         early; so it may be the best."""

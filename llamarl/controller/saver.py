@@ -148,6 +148,7 @@ class Saver:
             await self._export(f"exports/step-{self.version:08d}")
         if not is_save_due:
             return
+        await self.evaluator.measure_before_save(self.version, self.last, self.whole)
         while self._saving is not None and not self._saving.done():
             await asyncio.wait({self._saving})
         copied = asyncio.Event()

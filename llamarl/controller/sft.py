@@ -105,6 +105,11 @@ class HeldOutLoss(Evaluator):
         await whole(self._retire_measured(version, groups, loss))
         self.engines.observer.log_held_out(version, loss, num_tokens)
 
+    async def measure_before_save(self, version: int, last: int, whole: Whole) -> None:
+        """Measure `version` if it is due, so that a run which resumes does not do it again."""
+        if self.is_due(version, last):
+            await self.evaluate(version, whole=whole)
+
     async def _retire_measured(self, version: int, groups: Sequence[Group], loss: float) -> None:
         await self.engines.retire(groups, "evaluated", version=version, loss=loss)
         self.version = version
