@@ -39,6 +39,10 @@ async def test_a_step_that_ends_as_the_next_one_starts_does_not_count_as_its_ver
     assert saver.version == 2
 
 
+async def measure_nothing(version: int, last: int, whole: object) -> None:
+    """As an evaluation that needs a publish."""
+
+
 def test_a_step_that_is_cancelled_before_it_starts_is_closed():
     saver = saver_of(None, "")
 
@@ -82,6 +86,7 @@ def saver_of(trainer, run_dir, version=0):
         engines=SimpleNamespace(trainer=trainer, gate=Gate(), version=version),
         colocation=Colocation(),
         evaluator=SimpleNamespace(
+            measure_before_save=measure_nothing,
             version=-1,
             best=BestVersion(),
             is_wanted=lambda version: False,
