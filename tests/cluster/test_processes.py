@@ -391,7 +391,7 @@ def test_the_last_words_of_a_dead_process_are_passed_on(tmp_path: Path) -> None:
 
 CONTROLLER = """
 import asyncio, sys
-from llamarl.cluster import make_cluster
+from llamarl.cluster import exiting_process, make_cluster
 from llamarl.core.config import ClusterConfig
 from tests.cluster.executors import Probe
 async def main():
@@ -406,7 +406,8 @@ async def main():
             await groups[0].one(Probe).forever()
     finally:
         await cluster.stop()
-asyncio.run(main())
+with exiting_process():
+    asyncio.run(main())
 """
 
 
