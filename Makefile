@@ -132,7 +132,7 @@ test-quick: $(KERNELS_READY)
 	  -m 'not full and not long and not slow and not gpu and not vllm and not browser and not environments and not parity' \
 	  $(QUICK) tests/test_house.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
 
-# Continuous integration runs these too.
+# Run these before a change of what they look at; nightly runs them with the slow set.
 test-long: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
 	  -m 'long and not slow and not gpu and not vllm and not browser and not environments and not parity' $(ARGS)

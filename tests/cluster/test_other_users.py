@@ -96,6 +96,7 @@ def test_another_user_is_refused_at_every_socket_of_a_run(tmp_path: Path) -> Non
     asyncio.run(scenario())
 
 
+@pytest.mark.long
 def test_another_user_is_refused_at_the_unix_sockets_of_a_daemon(tmp_path: Path) -> None:
     make_certificates(str(tmp_path), ["127.0.0.1"])
     with worker(tmp_path) as (_, daemon):

@@ -262,6 +262,7 @@ def test_a_run_reads_the_prompts_that_the_task_makes(recipe: Path) -> None:
     assert all(prompt.is_held_out for prompt in inputs.held_out)
 
 
+@pytest.mark.long
 def test_a_plan_measures_the_prompts_that_the_task_makes(recipe: Path) -> None:
     config = compose(recipe, "plan.prompt_tokens=0")
     lengths = [len(prompt.token_ids) for prompt in read_inputs(config).prompts]

@@ -40,6 +40,7 @@ def commit(path: Path, bit: int = 6) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.long
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     forks: Forks, run_dir: Path
 ) -> None:

@@ -83,6 +83,7 @@ def distances(
     return [line["trained/kl_reference"] for line in lines if "trained/kl_reference" in line]
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_a_student_gets_closer_to_a_teacher_of_another_width(
     forks: Forks, tmp_path: Path, student: Path, teacher: Path

@@ -118,6 +118,7 @@ def test_an_export_in_bfloat16_is_half_the_size_and_scores(
     assert scored.stdout.startswith("accuracy ")
 
 
+@pytest.mark.long
 def test_multirun_makes_one_folder_per_combination(llamarl: Command, tmp_path: Path) -> None:
     done = llamarl(
         "train",
@@ -166,6 +167,7 @@ def test_a_users_own_task_is_rewarded_by_its_code(llamarl: Command, tmp_path: Pa
         assert shown in kept
 
 
+@pytest.mark.long
 def test_a_full_disk_at_the_end_is_one_line_leaves_the_checkpoint_and_can_be_made_up_for(
     llamarl: Command, tmp_path: Path
 ) -> None:

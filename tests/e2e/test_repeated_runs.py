@@ -94,6 +94,7 @@ def test_the_folder_says_what_ran_and_repeats_it_whatever_the_recipe_has_become(
     assert "equal" in compare([str(moved), str(again), "--output", str(tmp_path / "c.svg")])
 
 
+@pytest.mark.long
 def test_a_run_resumes_on_another_day_and_keeps_the_task_that_it_had_before(
     forks: Forks, recipe: Path, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def finished(run_dir: Path, interrupted: Ended) -> Path:
     return run_dir
 
 
+@pytest.mark.long
 def test_a_run_spares_a_reward_process_and_leaves_none_when_it_is_killed(
     interrupted: Ended,
 ) -> None:

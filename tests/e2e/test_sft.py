@@ -110,6 +110,7 @@ def test_each_demonstration_comes_once_an_epoch_and_a_run_of_epochs_ends_with_th
     assert first != second, "epochs are shuffled"
 
 
+@pytest.mark.long
 def test_a_resumed_run_of_demonstrations_goes_on_as_if_it_had_not_stopped(
     forks: Forks, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def train(
     return json.loads((run_dir / "summary.json").read_text()), done
 
 
+@pytest.mark.long
 def test_a_run_on_weighted_sources_goes_on_where_it_was_and_ends_with_its_epochs(
     forks: Forks, recipe: Path, tmp_path: Path
 ) -> None:

@@ -42,10 +42,7 @@ def test_all_passes_on_a_device_that_computes_what_the_cpu_does(
     ("mistake", "overrides", "card", "caught", "words"),
     [
         ("wrong products", [], FREE, "generation", r"must be below 0\.001 and 0\.01: this device"),
-        ("bytes lost on the way", [], FREE, "publish", r"publish of version 0 to generator 0: .*"),
         ("no driver", [], FREE, "recipe", r"device must be cpu on a machine without a GPU"),
-        ("torch for CPUs", [], FREE, "torch", r"must be a build for GPUs .*got '2\.13\.0\+cpu"),
-        ("none", [], CARD.format(free=1000), "cards", r"memory of card 0 must be free, got 78\.7"),
         ("none", ["cluster.gpu=A100-40GB"], FREE, "cards", r"number 0 is a NVIDIA H100 80GB HBM3"),
         (
             "none",
@@ -57,6 +54,27 @@ def test_all_passes_on_a_device_that_computes_what_the_cpu_does(
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
+                (
+                    "bytes lost on the way",
+                    [],
+                    FREE,
+                    "publish",
+                    r"publish of version 0 to generator 0: .*",
+                ),
+                (
+                    "torch for CPUs",
+                    [],
+                    FREE,
+                    "torch",
+                    r"must be a build for GPUs .*got '2\.13\.0\+cpu",
+                ),
+                (
+                    "none",
+                    [],
+                    CARD.format(free=1000),
+                    "cards",
+                    r"memory of card 0 must be free, got 78\.7",
+                ),
                 ("wrong gradient", [], FREE, "step", r"must be within 0\.2%"),
                 ("a device that hangs", [], FREE, "generation", r"did not end within 4 s: "),
                 ("stale graphs", [], FREE, "graphs", r"0 of 8 rollouts are the same"),

@@ -74,8 +74,8 @@ def both(process: Process, job: Any, *args: Any) -> tuple[Seen, Seen]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"quantization": "int8", "kv_after_commit": "recompute"},
+        pytest.param({}, marks=pytest.mark.long),
         pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long),
     ],
     ids=str,
@@ -107,10 +107,13 @@ def test_the_engine_decodes_there_what_it_decodes_on_a_cpu(
 @pytest.mark.parametrize(
     ("algorithm", "trainer"),
     [
-        ("aipo", {}),
         ("grpo", {"activation_checkpointing": "selective"}),
-        *(pytest.param(name, {}, marks=pytest.mark.long) for name in OTHERS),
-        ("aipo", {"activation_checkpointing": "full", "compute_dtype": "bfloat16"}),
+        *(pytest.param(name, {}, marks=pytest.mark.long) for name in ["aipo", *OTHERS]),
+        pytest.param(
+            "aipo",
+            {"activation_checkpointing": "full", "compute_dtype": "bfloat16"},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )

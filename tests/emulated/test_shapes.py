@@ -48,6 +48,7 @@ def some_ranks(recipe: str, num_ranks: int) -> list[int]:
     return sorted({0 if recipe not in LARGE else num_ranks - 1, num_ranks - 1})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [

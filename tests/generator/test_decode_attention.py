@@ -51,7 +51,7 @@ def interpret(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@searched(few=20, many=400)
+@searched(few=10, many=400)
 def test_the_kernels_write_what_torchs_attention_does(seeds: list[int]) -> None:
     interpret(*map(str, seeds))
 

@@ -52,7 +52,8 @@ from tests.tiny_checkpoints import (
 )
 from tests.tiny_checkpoints import load as load_model
 
-PAGES = ("loss", "advantage", "group_filter", "reward", "group_reward", "sampler", "prompts")
+OTHERS = ("advantage", "group_filter", "group_reward", "sampler", "prompts")
+PAGES = ("loss", "reward", *OTHERS)
 
 
 SECTIONS = {  # heading by name
@@ -82,7 +83,9 @@ def write_recipe(folder: Path, run: str, task: str) -> Path:
     return recipe
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", ["loss", "reward", *(pytest.param(page, marks=pytest.mark.long) for page in OTHERS)]
+)
 def test_the_recipe_of_a_page_composes_and_its_task_is_checked(page: str, tmp_path: Path) -> None:
     task = block(page, "python")
     assert 10 <= len(task.splitlines()) <= 30

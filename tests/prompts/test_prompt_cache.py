@@ -170,6 +170,7 @@ def test_a_bad_row_of_a_large_file_is_named_with_its_line(
     assert not [*small_pieces.iterdir()], "nothing is left"
 
 
+@pytest.mark.long
 def test_what_rewards_need_is_checked_in_large_files_too(
     tmp_path: Path, small_pieces: Path, tokenizer: Tokenizer
 ) -> None:

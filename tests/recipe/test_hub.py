@@ -351,6 +351,7 @@ def test_a_list_or_size_of_other_types_is_one_line(hub: Hub) -> None:
         assert "model.checkpoint must " in error_of(recipe()), size
 
 
+@pytest.mark.long
 def test_a_hub_that_sends_a_byte_a_second_is_one_line(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

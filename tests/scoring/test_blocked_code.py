@@ -82,10 +82,12 @@ environment = Env
 """
 
 
-ALIKE = [pytest.param(tool, marks=pytest.mark.long) for tool in ("locks", "reads", "within")]
+ALIKE = [
+    pytest.param(tool, marks=pytest.mark.long) for tool in ("sleeps", "locks", "reads", "within")
+]
 
 
-@pytest.mark.parametrize("tool", ["sleeps", "loops", "stubborn", *ALIKE])
+@pytest.mark.parametrize("tool", ["loops", "stubborn", *ALIKE])
 async def test_a_coroutine_that_blocks_fails_its_own_episode(tmp_path: Path, tool: str) -> None:
     async with playing(tmp_path, task=BLOCKING, timeout_s=1.0) as setting:
         rows = range(8)
@@ -144,6 +146,7 @@ SYNCHRONOUS = AGENT.replace("    def play", "    async def play")  # waits for i
 NUM_HUNG = 32  # as many as a process outlives; one more may be lost with it
 
 
+@pytest.mark.long
 async def test_a_program_that_asks_without_await_in_a_coroutine_fails_its_own_episode(
     tmp_path: Path,
 ) -> None:

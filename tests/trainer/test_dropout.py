@@ -87,8 +87,8 @@ async def drop_alone(
 @pytest.mark.parametrize(
     ("layout", "checkpointing"),
     [
-        ("shard 2 x tensor 2", "none"),
-        pytest.param("tensor 2", "selective", marks=pytest.mark.long),
+        ("tensor 2", "selective"),
+        pytest.param("shard 2 x tensor 2", "none", marks=pytest.mark.long),
         pytest.param("replicate 2 x tensor 2", "full", marks=pytest.mark.long),
         pytest.param("replicate 2 x shard 2", "none", marks=pytest.mark.long),
     ],
