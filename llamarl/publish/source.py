@@ -120,21 +120,23 @@ class VersionedTensors:
             older = self._older
             is_kept = older.version is not None and bool(self._slow & older.pending & older.begun)
             is_needed = is_needed and not is_kept
+            # A reader that leaves meanwhile may drop the older set; the memory stays the snapshot's.
+            snapshot = self._older
             if is_needed:
-                self._close(self._older)
+                self._close(snapshot)
         if is_needed:  # writes go on reading the present tensors meanwhile
             for name, tensor in self._present.tensors.items():
-                if name not in self._older.tensors:
-                    self._older.tensors[name] = tensor.clone()
+                if name not in snapshot.tensors:
+                    snapshot.tensors[name] = tensor.clone()
                 else:
-                    self._older.tensors[name].copy_(tensor)
+                    snapshot.tensors[name].copy_(tensor)
         with self._changed:
             if is_needed:
-                self._older.version, self._older.pending = version, set(self._pending)
-                self._older.begun = set(self._present.begun)
-                self._older.await_values = _mark(self._older.tensors)
-                if not self._pending:  # all have acknowledged meanwhile
-                    self._older = _Set()
+                snapshot.version, snapshot.pending = version, set(self._pending)
+                snapshot.begun = set(self._present.begun)
+                snapshot.await_values = _mark(snapshot.tensors)
+                # Empty if all have acknowledged meanwhile.
+                self._older = snapshot if snapshot.pending else _Set()
             self._close(self._present)
 
     def release(self) -> None:

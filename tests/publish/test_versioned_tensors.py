@@ -63,6 +63,36 @@ def test_a_step_keeps_a_snapshot_only_for_readers_that_have_not_acknowledged_the
         read(versions, 5)
 
 
+class Watched(torch.Tensor):
+    """A tensor that calls `copied` when its values are copied."""
+
+    copied = staticmethod(lambda: None)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.clone, torch.Tensor.copy_):
+            cls.copied()
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_reader_that_leaves_while_a_snapshot_is_made_takes_no_part_of_it(monkeypatch) -> None:
+    versions = VersionedTensors(
+        {name: torch.ones(4).as_subclass(Watched) for name in ("first", "second", "third")}
+    )
+    versions.label(1)
+    for replica in (0, 1):
+        versions.add_reader(replica)
+    versions.announce()
+    versions.begin_step()  # the snapshot of version 1 is for both
+    versions.acknowledge(1, 1)
+    versions.label(2)
+    versions.announce()
+    monkeypatch.setattr(Watched, "copied", staticmethod(lambda: versions.remove_reader(0)))
+    versions.begin_step()
+    with versions.reading(2) as tensors:
+        assert list(tensors) == ["first", "second", "third"]
+
+
 @pytest.mark.parametrize("ending", ["acknowledge", "remove"])
 def test_a_slow_reader_gets_a_version_that_takes_it_longer_than_a_step(ending) -> None:
     versions = held(1)
