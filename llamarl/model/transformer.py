@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from llamarl.core.device.devices import send
-from llamarl.model.adapters import AdapterSwitch
 from llamarl.model.architecture import LINEARS, Architecture
 from llamarl.model.attention import ModelInputs, Packing, make_packing, packed_attention
 from llamarl.model.head import TokenStats, token_stats
+
+if TYPE_CHECKING:  # it imports distributed tensors, which take a second; a generator needs none
+    from llamarl.model.adapters import AdapterSwitch
 
 aten = torch.ops.aten
 KEPT = [
@@ -46,7 +48,7 @@ class TrainedModel(nn.Module, ABC):
     it has any; `adapters` switches these off and on. With tensor parallelism over
     `num_tensor_ranks` it computes a multiple of as many tokens."""
 
-    adapters: AdapterSwitch | None = None
+    adapters: "AdapterSwitch | None" = None
     num_tensor_ranks = 1
 
     @property

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from llamarl.core.device.devices import platform_of
 from llamarl.publish.comparison import MODULUS, Fingerprints
 from llamarl.publish.layout import Box, Format, Kind, ParameterLayout
-from llamarl.publish.shards import ShardScales, cut_rows, quantize, shard_boxes
+from llamarl.publish.shards import ShardScales, as_dtensor, cut_rows, quantize, shard_boxes
 
 NUM_KEYS = 2  # independent sets of keys
 SEGMENT_BYTES = 3 << 10  # longest row; longer ones share lines of the cache
@@ -483,9 +482,9 @@ def _add(
 
 def _is_first(parameter: Tensor) -> bool:
     """Return whether this rank is the first that holds its elements of a parameter."""
-    if not isinstance(parameter, DTensor):
+    if (sharded := as_dtensor(parameter)) is None:
         return True
-    coordinates = parameter.device_mesh.get_coordinate()
+    coordinates = sharded.device_mesh.get_coordinate()
     assert coordinates is not None
-    pairs = zip(parameter.placements, coordinates, strict=True)
+    pairs = zip(sharded.placements, coordinates, strict=True)
     return all(coordinate == 0 for placement, coordinate in pairs if placement.is_replicate())

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import (
-    compute_local_shape_and_global_offset,
-)
 
 from llamarl.core.config.rank_assignment import Device
 from llamarl.publish.layout import (
@@ -25,7 +22,17 @@ from llamarl.publish.layout import (
     quantized_parameters,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 Shape = tuple[int, ...]
+
+
+def as_dtensor(parameter: Tensor) -> DTensor | None:
+    """Return the parameter if ranks share it, else None."""
+    from torch.distributed.tensor import DTensor  # takes a second, which a generator saves
+
+    return parameter if isinstance(parameter, DTensor) else None
 
 
 def shard_boxes(
@@ -39,10 +46,12 @@ def shard_boxes(
     layouts: dict[str, ParameterLayout] = {}
     for name, parameter in parameters.items():
         local, start = parameter.detach(), (0,) * parameter.ndim
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local().detach()
+        if (sharded := as_dtensor(parameter)) is not None:
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            local = sharded.to_local().detach()
             shape, start = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
+                sharded.shape, sharded.device_mesh, sharded.placements
             )
             assert tuple(local.shape) == tuple(shape), (name, local.shape, shape)
         stop = tuple(first + size for first, size in zip(start, local.shape, strict=True))
@@ -62,11 +71,11 @@ def cut_rows(parameters: Mapping[str, Tensor]) -> frozenset[str]:
     return frozenset(
         name
         for name, parameter in parameters.items()
-        if isinstance(parameter, DTensor)
+        if (sharded := as_dtensor(parameter)) is not None
         and any(
-            parameter.device_mesh.size(dim) > 1
-            and any(placement.is_shard(of) for of in range(1, parameter.ndim))
-            for dim, placement in enumerate(parameter.placements)
+            sharded.device_mesh.size(dim) > 1
+            and any(placement.is_shard(of) for of in range(1, sharded.ndim))
+            for dim, placement in enumerate(sharded.placements)
         )
     )
 

@@ -87,6 +87,16 @@ for line in {LIGHT!r}:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
+def test_a_generator_loads_neither_distributed_tensors_nor_torchs_compiler() -> None:
+    """Each takes a second of a process's start, and it needs none."""
+    program = """
+import sys
+import llamarl.generator.worker
+assert not {"torch.distributed.tensor", "torch._dynamo", "transformers"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
 def in_folder(folder: Path, *command: str | Path, **variables: str) -> str:
     """What `command` prints when it is run in `folder`, out of reach of the repository."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
