@@ -120,7 +120,7 @@ class VersionedTensors:
             older = self._older
             is_kept = older.version is not None and bool(self._slow & older.pending & older.begun)
             is_needed = is_needed and not is_kept
-            # A reader that leaves meanwhile may drop the older set; the memory stays the snapshot's.
+            # A reader that leaves meanwhile may drop the older set, not this memory.
             snapshot = self._older
             if is_needed:
                 self._close(snapshot)
