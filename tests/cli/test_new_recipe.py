@@ -17,6 +17,8 @@ from llamarl.recipe.inputs import read_inputs
 from tests.json_lines import write_lines
 from tests.places import CHECKPOINT, RECIPE
 
+pytestmark = pytest.mark.full
+
 MODEL, DATA = f"--model={CHECKPOINT}", f"--data={RECIPE / 'prompts.jsonl'}"
 
 

@@ -26,6 +26,8 @@ from tests.e2e.test_option_pairs import COMMON, cases, overrides
 from tests.places import RECIPE, ROOT, TOOLS_RECIPE
 from tests.recipe.composing import compose_recipe
 
+pytestmark = pytest.mark.full
+
 BEST = ["evaluation.every_steps=5", "checkpoint.best=accuracy", "evaluation.patience=3"]
 SETS = ["data.held_out=null", "evaluation.sets={easy: held_out.jsonl, hard: held_out.jsonl}"]
 SMALL = ["plan.num_steps=3", "trainer.groups_per_step=2", "sampling.rollouts_per_prompt=2"]

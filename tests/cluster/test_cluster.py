@@ -23,7 +23,7 @@ SPANS_BYTES = 200_000  # what 2000 spans take
 Scenario = Callable[[Cluster], Awaitable[None]]
 
 
-@pytest.fixture(params=["inline", "monarch"])
+@pytest.fixture(params=["inline", pytest.param("monarch", marks=pytest.mark.full)])
 def run(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Scenario], None]:

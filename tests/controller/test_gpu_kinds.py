@@ -30,6 +30,8 @@ from tests.planner.planner_recipes import LLAMA
 from tests.recipe.composing import compose_recipe
 from tests.recipe.test_config import MINIMUM, make_config
 
+pytestmark = pytest.mark.full
+
 RECIPE = ROOT / "recipes" / "gsm8k_llama32_1b_1gpu"
 SMALL = (
     *("trainer.activation_checkpointing=full", "trainer.tokens_per_micro_batch=4096"),

@@ -22,6 +22,8 @@ from llamarl.recipe.prompt_inputs import with_measured_prompts
 from tests.places import RECIPE
 from tests.recipe.composing import compose_recipe
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("source", "name", "message"),

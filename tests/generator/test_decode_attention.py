@@ -18,6 +18,8 @@ from llamarl.core.device.devices import PLATFORMS
 from tests.places import ROOT
 from tests.random_search import searched
 
+pytestmark = pytest.mark.full
+
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 

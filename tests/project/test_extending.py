@@ -52,6 +52,8 @@ from tests.tiny_checkpoints import (
 )
 from tests.tiny_checkpoints import load as load_model
 
+pytestmark = pytest.mark.full
+
 OTHERS = ("advantage", "group_filter", "group_reward", "sampler", "prompts")
 PAGES = ("loss", "reward", *OTHERS)
 

@@ -25,6 +25,8 @@ from tests.json_lines import write_lines
 from tests.model.tokenizer_files import write_tokenizer
 from tests.prompt_files import source_of
 
+pytestmark = pytest.mark.full
+
 ROWS = [{"question": f"What is {i}?", "answer": str(i)} for i in range(300)]
 DATA = DataConfig(prompts="x.jsonl", max_prompt_tokens=12, overlong="drop")  # drops from 100 on
 

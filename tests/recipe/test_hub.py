@@ -34,6 +34,8 @@ from tests.recipe.composing import compose_recipe
 from tests.recipe.hub_client import DATA, JSONL, LINE, MODEL, ROWS, WANTED, client_of_hub
 from tests.tiny_checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:

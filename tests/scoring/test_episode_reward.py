@@ -26,6 +26,8 @@ from tests.scoring.test_agent import post
 TASK = '''
 import asyncio
 
+pytestmark = pytest.mark.full
+
 def look(place: str) -> str:
     """Looks.
 

@@ -35,6 +35,8 @@ from llamarl.scoring.definition import Kind, describe, find_defined
 from llamarl.scoring.turn_format import TurnFormat
 from tests.tiny_checkpoints import LLAMA
 
+pytestmark = pytest.mark.full
+
 CHECKPOINT = RECIPE / "checkpoint"
 QUESTION = [{"role": "user", "content": "What is 12*34*56?"}]
 TASK = load_module({"task.py": (RECIPE / "task.py").read_text()})
