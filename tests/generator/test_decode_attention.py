@@ -18,10 +18,10 @@ from llamarl.core.device.devices import PLATFORMS
 from tests.places import ROOT
 from tests.random_search import searched
 
-pytestmark = pytest.mark.full
-
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
+
+pytestmark = pytest.mark.full
 
 THREADS_PER_WARP = 32
 MOST_REGISTERS = 128  # of a thread: four programs of four warps on a multiprocessor

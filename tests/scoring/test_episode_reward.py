@@ -22,11 +22,11 @@ from tests.places import TOOLS_RECIPE
 from tests.recipe.composing import compose_recipe
 from tests.scoring.test_agent import post
 
+pytestmark = pytest.mark.full
+
 # What reward functions of TRL's own examples read of `environments` and `completions`.
 TASK = '''
 import asyncio
-
-pytestmark = pytest.mark.full
 
 def look(place: str) -> str:
     """Looks.
