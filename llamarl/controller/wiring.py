@@ -287,7 +287,7 @@ class Wiring:
         """Return the record of the best version, which goes on from `state` if its checkpoint is in
         this folder."""
         saved = self.state.get("best", {})
-        is_there = checkpoint.find(self.run_dir, saved.get("version", 0)) is not None
+        is_there = checkpoint.find(self.run_dir, saved.get("version", -1)) is not None
         config = self.config
         key, patience = config.checkpoint.best, config.evaluation.patience
         return best_version(key, patience, saved if is_there else {})

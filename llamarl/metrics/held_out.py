@@ -165,14 +165,15 @@ def is_shaped(reward: float | None, accuracy: float | None) -> bool:
 @dataclass(kw_only=True)
 class BestVersion:
     """The best version by the metric `evaluation/<metric>`, larger being better and the earlier one
-    of equals; none if `metric` is empty. Version 0 does not count, as it has no checkpoint.
+    of equals. `version` is -1 while there is none, always if `metric` is empty. Version 0 does not
+    count: no run is needed for it.
 
     `num_since` evaluations were no better than `version`; `patience` (0: any number) of them end
     the run."""
 
     metric: str = ""
     patience: int = 0
-    version: int = 0
+    version: int = -1
     value: float = -math.inf
     num_since: int = 0
 

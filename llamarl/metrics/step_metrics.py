@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from textwrap import indent
 from types import MappingProxyType
 from typing import Any
@@ -34,6 +34,7 @@ StepMetrics = tuple[Scalars, Histograms, Texts]
 STALENESS_HISTOGRAM = "staleness/tokens"
 MAX_VALUES = 32  # of a histogram; more are counted in this many equal ranges
 TRAINED_TOKENS = "tokens/trained"
+TOKENS_PER_S, STEP_S = "tokens/per_s", "time/step_s"
 FAILURES = [status for status in StageStatus if status is not StageStatus.OK]
 
 # Tags of the statistics of trainer and log-prob check; others get `trainer/` and their name.
@@ -149,7 +150,15 @@ def token_staleness(
 def _pace(seconds: Mapping[str, float], num_tokens: int) -> Scalars:
     """Return seconds by their tags, and the tokens per second of the step, if it is known."""
     found = {name if "/" in name else f"time/{name}_s": each for name, each in seconds.items()}
-    return found | ({"tokens/per_s": num_tokens / seconds["step"]} if seconds.get("step") else {})
+    return found | ({TOKENS_PER_S: num_tokens / seconds["step"]} if seconds.get("step") else {})
+
+
+def tokens_per_s(steps: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the tokens per second of these steps together, or None where none of them says it."""
+    pairs: list[Any] = [(step.get(TOKENS_PER_S), step.get(STEP_S)) for step in steps]
+    sound = [pair for pair in pairs if all(isinstance(each, int | float) for each in pair)]
+    whole_s = sum(seconds for _, seconds in sound)
+    return sum(rate * seconds for rate, seconds in sound) / whole_s if whole_s > 0 else None
 
 
 def sample_rows(groups: Sequence[Group], num_rows: int) -> list[int]:

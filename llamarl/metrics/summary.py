@@ -17,7 +17,14 @@ from llamarl.metrics.estimates import length, share_of
 from llamarl.metrics.held_out import ACCURACY, ENDS, EVALUATION
 from llamarl.metrics.shares import by_executor, read_timeline
 from llamarl.metrics.span import Span, SpanReader, executor_of, span_files
-from llamarl.metrics.step_metrics import SOURCE_TAGS, TRAINED_TOKENS, sum_sources
+from llamarl.metrics.step_metrics import (
+    SOURCE_TAGS,
+    STEP_S,
+    TOKENS_PER_S,
+    TRAINED_TOKENS,
+    sum_sources,
+    tokens_per_s,
+)
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
 
 LOGGER = logging.getLogger(__name__)
@@ -30,7 +37,7 @@ LOSS = "loss/train"
 REWARD, STALENESS = "reward/mean", "staleness/mean"
 RATIO_MEAN, RATIO_CLIPPED = "trained/ratio_mean", "trained/clipped_share"
 READ_TAGS = [LOSS, REWARD, STALENESS, RATIO_MEAN, RATIO_CLIPPED, TRAINED_TOKENS, EVALUATION]
-READ_TAGS += SOURCE_TAGS
+READ_TAGS += [TOKENS_PER_S, STEP_S, *SOURCE_TAGS]
 TRACKS = ("work", "publish", "mark")  # busy and wait spans share a track: they alternate
 TRACK_OF = {"busy": 0, "wait": 0, "publish": 1}  # by category; any other is a mark
 MAX_LANES = 1000
@@ -51,7 +58,8 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
     of their intervals. training_reward, training_loss: means of the first step and of the last one.
     steps: versions trained, also if a storage unit that was lost had all rollouts of one. wall_s:
     from the first process's start to the last span, summed over sessions of a resumed run.
-    tokens_per_s, staleness_mean, ratio_*: over trained tokens, once for each step that used them.
+    tokens_per_s: over the steps' own seconds, as their lines have it. staleness_mean, ratio_*: over
+    trained tokens, once for each step that used them.
     staleness_max: without tokens masked as too old. groups_dropped: reason -> groups of which
     nothing was trained. sources: as `step_metrics.sum_sources` says. both_busy_share and executors
     (means over their processes) are shares of the time from the first step's start to the last
@@ -74,7 +82,7 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
         "steps": max(len(rollouts.versions), len(rewards), len(losses)),
         "ended_by": ended_by,
         "wall_s": length(timeline.sessions) / 1e9,
-        "tokens_per_s": _ratio(rollouts.num_tokens, steps_s),
+        "tokens_per_s": tokens_per_s(steps.values()),
         "rollouts_trained": rollouts.num_trained,
         "groups_dropped": {reason: len(ids) for reason, ids in sorted(rollouts.dropped.items())},
         "sources": sum_sources([*steps.values()]),
@@ -87,7 +95,7 @@ def summarize(run_dir: str | Path, ended_by: str = "") -> Summary:
         "ratio_clipped_share": _mean_over_tokens(steps, RATIO_CLIPPED),
         "executors": {
             name: {"busy": shares.busy, "wait": shares.waits}
-            for name, shares in by_executor(timeline.shares()).items()
+            for name, shares in by_executor(timeline.shares() if steps_s else {}).items()
         },
     }
     write_object(run_dir / SUMMARY_FILE, summary)
@@ -101,7 +109,6 @@ class ArchivedRollouts:
     versions: set[int] = field(default_factory=set)
     num_trained: int = 0
     num_mixed: int = 0
-    num_tokens: int = 0
     ages: set[int] = field(default_factory=set)  # of trained tokens
     dropped: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     # (correct, reward) of the rollouts, by evaluated version and prompt
@@ -115,7 +122,6 @@ class ArchivedRollouts:
         if line["outcome"] == "trained":
             self.versions.add(line["version"])
             self.num_trained += 1
-            self.num_tokens += line["num_tokens"] * line.get("num_uses", 1)
             versions = {version for version, _ in line["spans"]}
             self.num_mixed += len(versions) > 1
             self.ages |= {line["version"] - v for v in versions if v >= line["oldest_version"]}

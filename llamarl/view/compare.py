@@ -22,7 +22,14 @@ from llamarl.metrics.estimates import with_interval
 from llamarl.metrics.held_out import ACCURACY, EVALUATION, share_words
 from llamarl.metrics.provenance import CONFIG_FILE, ENVIRONMENT_FILE
 from llamarl.metrics.rendering import duration
-from llamarl.metrics.step_metrics import HELD_OUT_LOSS, TRAIN_LOSS, TRAINED_TOKENS
+from llamarl.metrics.step_metrics import (
+    HELD_OUT_LOSS,
+    STEP_S,
+    TOKENS_PER_S,
+    TRAIN_LOSS,
+    TRAINED_TOKENS,
+    tokens_per_s,
+)
 from llamarl.metrics.trackers import METRICS_FILE, read_metrics
 from llamarl.view.page import is_number
 
@@ -138,9 +145,9 @@ PICTURE_FILE = "compare.svg"
 ALWAYS_DIFFERENT = ("run_dir", "recipe_dir")
 DIGEST_CHARS = 12
 MOST_CHARS = 60  # of a value in a table
-STEP_S, RATE, LENGTH = "time/step_s", "tokens/per_s", "length/mean"
+LENGTH = "length/mean"
 REWARD, STALENESS, MOST_STALE = "reward/mean", "staleness/mean", "staleness/max"
-TAGS = [EVALUATION, STEP_S, RATE, LENGTH, REWARD, STALENESS, MOST_STALE]
+TAGS = [EVALUATION, STEP_S, TOKENS_PER_S, LENGTH, REWARD, STALENESS, MOST_STALE]
 TAGS += [TRAINED_TOKENS, TRAIN_LOSS, HELD_OUT_LOSS]
 CHARTS = {  # title: tag, factor
     "held-out accuracy, %": (f"{EVALUATION}{ACCURACY}", 100),
@@ -343,10 +350,8 @@ def _time(run: ComparedRun) -> str:
 
 
 def _rate(run: ComparedRun) -> str:
-    lines = run.lines(RATE, STEP_S)
-    seconds = sum(line[STEP_S] for line in lines)
-    num_tokens = sum(line[RATE] * line[STEP_S] for line in lines)
-    return f"{num_tokens / seconds:,.0f}" if seconds > 0 else "-"
+    rate = tokens_per_s(run.lines(TOKENS_PER_S, STEP_S))
+    return "-" if rate is None else f"{rate:,.0f}"
 
 
 def _staleness(run: ComparedRun) -> str:

@@ -4,6 +4,7 @@ a checkpoint is written."""
 import asyncio
 import errno
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -204,3 +205,16 @@ async def test_a_stream_of_drops_does_not_keep_a_save_waiting_and_none_is_amid_i
     await asyncio.gather(drops, *under_way, return_exceptions=True)
     ((_, _, num_drawn),) = saved(tmp_path)
     assert 0 < num_drawn < len(ended), "drops go on after it"
+
+
+async def test_the_first_version_of_a_run_that_makes_no_step_is_saved_but_not_as_the_best(tmp_path):
+    trainer = SavingTrainer()
+    trainer.version = 0
+    saver = saver_of(trainer, tmp_path)
+    saver.config, saver.last = replace(saver.config, export=False), 0
+    saver.engines.gate.solved = "every prompt is solved"
+    async with asyncio.TaskGroup() as tasks:
+        await saver.save(tasks)
+    await saver.export()
+    assert saved(tmp_path) == [(0, 0, 0)]
+    assert checkpoint.marked_best(tmp_path) is None

@@ -83,7 +83,9 @@ def run_dir(tmp_path):
         tmp_path,
         (1, {"trained/ratio_mean": 1.0, "trained/clipped_share": 0.0, "tokens/trained": 10}),
         (1, {"reward/mean": 0.25, "staleness/mean": 0.2}),
+        (1, {"tokens/per_s": 4.0, "time/step_s": 5.0}),
         (2, {"reward/mean": 0.75, "staleness/mean": 1.0, **ratios, "tokens/trained": 30}),
+        (2, {"tokens/per_s": 12.0, "time/step_s": 15.0}),
         (2, {"evaluation/accuracy": 0.123}),
     )
     return tmp_path
