@@ -33,7 +33,7 @@ from llamarl.cluster.os_process import kept_log, show_warnings, take_any_letter
 from llamarl.controller import control
 from llamarl.core import checkpoint
 from llamarl.core.config import Config
-from llamarl.core.errors import NoGenerator, TaskError, unwrap
+from llamarl.core.errors import Diverged, NoGenerator, TaskError, unwrap
 from llamarl.core.fields import require, require_choice
 from llamarl.metrics.provenance import RECIPE_FOLDER, WriteProvenance, write_provenance
 from llamarl.metrics.rendering import CLOCK, find_program, resume_command, shorten
@@ -162,6 +162,9 @@ def _main(command: str, *arguments: str) -> None:
         for_each_config(f"llamarl {command}", composed_arguments, work)
     except BrokenPipeError:
         raise
+    except FileExistsError as error:
+        got = f"the file {error.filename!r}"
+        raise ValueError(f"run_dir must be a folder that can be written to, got {got}") from error
     except OSError as error:  # of Hydra, which makes the folder
         raise ValueError(f"run_dir must be a folder that can be written to, got {error}") from error
 
@@ -315,7 +318,7 @@ def _report(error: Exception, run_dir: str | None) -> int:
             return _complain(f"run_dir must stay in its place while a run works there, got {cause}")
     if _is_mistake(error):
         sys.exit(_complain(str(error)))
-    if isinstance(cause, TaskError):
+    if isinstance(cause, TaskError | Diverged):
         return _complain(str(cause))
     if isinstance(cause, ExecutorLost | NoGenerator):
         origin: BaseException = cause

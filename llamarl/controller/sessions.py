@@ -217,7 +217,8 @@ class Sessions:
                     await asyncio.create_task(controller.saver.rescue())
                 raise SessionLost(losses, controller.saver.version) from error
             signals.hold()
-            self.progress.show_phase("saving what was learnt")
+            if controller.saver.version > 0:
+                self.progress.show_phase("saving what was learnt")
             # In a task of its own: else exceptions in it would name this one as their context.
             await asyncio.create_task(controller.saver.rescue())
             raise

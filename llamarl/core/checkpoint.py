@@ -133,7 +133,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
     ValueError, naming the file, if `path` is not a committed checkpoint, or damaged.
     """
     folder = Path(path)
-    must = f"checkpoint.resume must be off, auto or a folder called step-... , got {path}"
+    must = f"checkpoint.resume must be off, auto or a folder called step-NUMBER, got {path}"
     if _COMMITTED.fullmatch(folder.resolve().name) is None:
         raise ValueError(f"{must}, which is not the name of a committed checkpoint")
     try:

@@ -47,6 +47,10 @@ class NoGenerator(RuntimeError):  # noqa: N818 - what happened, as in the log li
     """Every generator replica is lost, so no rollout can be written."""
 
 
+class Diverged(RuntimeError):  # noqa: N818 - names what was found
+    """A loss or a gradient is not a finite number."""
+
+
 class FingerprintMismatch(RuntimeError):  # noqa: N818 - names what was found
     """A generator's memory does not hold what was written; ends the run."""
 

@@ -310,10 +310,10 @@ class Progress:
         return facts + [(share_words(name), _shares(found, name)) for name in more]
 
     def _dropped(self) -> str:
-        """Return words such as `dropped 180: 160 solved, 20 equal rewards (60 since the last
-        step)`."""
+        """Return words such as `dropped 180: 160 solved, 20 equal rewards (60 after the last
+        batch)`: those came once the batch of the last step was whole."""
         current = self._drops.num_current
-        since = f" ({current:,} since the last step)" if current else ""
+        since = f" ({current:,} after the last batch)" if current else ""
         return f"dropped {in_words(self._drops.total)}{since}"
 
 

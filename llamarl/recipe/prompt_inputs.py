@@ -61,7 +61,9 @@ def read_task(config: Config) -> TaskSource | None:
     if not names and not may_add_tracker:
         return None
     named = ", ".join(sorted(names))
-    require(path.is_file(), "the recipe", f"not name task for {named} without a {path}", "task")
+    if not path.is_file():
+        must = f"the recipe must have a {path}, as it names task for {named}"
+        raise ValueError(f"{must}, got no such file")
     text = read_text(path)
     return {FILE: text, **neighbours(text, path.parent)}
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from llamarl.core.compute import ComputeThread
 from llamarl.core.device.devices import compute_device, use_device
-from llamarl.core.errors import RepeatedWarnings
+from llamarl.core.errors import Diverged, RepeatedWarnings
 from llamarl.core.faces import Offloadable, Trainer, Worker
 from llamarl.core.groups import Batch, BatchRollout, StepStats
 from llamarl.core.process_group import join, leave
@@ -240,17 +240,17 @@ class PolicyStep:
             self._warnings.warn(warning)
 
     def _require_finite(self, norm: float, loss: float) -> None:
-        """Raise RuntimeError unless loss and gradient are finite. It is checked once for the whole
+        """Raise Diverged unless loss and gradient are finite. It is checked once for the whole
         step, with numbers of all ranks: each check waits for the device, and a rank that raised
         alone would let the others wait."""
         if broken := None if math.isfinite(loss) else self.passes.loss_metrics.broken():
-            raise RuntimeError(
+            raise Diverged(
                 f"the loss of step {self.version} is {broken[0]} in rows {[*broken[1]]}: check "
                 "trainer.lr, rewards and the generator's log-probs"
             )
         if not (math.isfinite(norm) and math.isfinite(loss)):
             shown = [row.row_id for row in self._rows[:SHOWN_ROWS]]
-            raise RuntimeError(
+            raise Diverged(
                 f"the gradient of step {self.version} has norm {norm}; its rows are "
                 f"{shown} and {len(self._rows) - len(shown)} more: check trainer.lr"
             )

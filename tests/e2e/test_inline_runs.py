@@ -168,6 +168,16 @@ def test_a_users_own_task_is_rewarded_by_its_code(llamarl: Command, tmp_path: Pa
 
 
 @pytest.mark.long
+def test_a_run_that_diverges_ends_in_one_line(llamarl: Command, tmp_path: Path) -> None:
+    steep = "trainer.lr=100", "trainer.warmup_steps=0", "num_steps=4"
+    done = llamarl("train", RECIPE, *SMALL, *steep, f"run_dir={tmp_path}")
+    assert done.returncode == 2
+    assert "llamarl: the " in done.stderr
+    assert "check trainer.lr" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long
 def test_a_full_disk_at_the_end_is_one_line_leaves_the_checkpoint_and_can_be_made_up_for(
     llamarl: Command, tmp_path: Path
 ) -> None:

@@ -342,7 +342,9 @@ def test_a_version_that_is_saved_after_all_may_be_the_best(is_known_before: bool
         if is_known_before:
             evaluator.note_saved(3)
         assert await evaluator.evaluate(3) is not None
-        assert best.version == (3 if is_known_before else -1), "it is neither wanted nor the last one"
+        assert best.version == (3 if is_known_before else -1), (
+            "it is neither wanted nor the last one"
+        )
         evaluator.note_saved(3)
         evaluator.note_saved(3)
         assert (best.version, best.num_since) == (3, 0)

@@ -201,7 +201,7 @@ def test_a_log_file_says_every_few_seconds_what_was_dropped():
     progress._printed_s -= 60
     progress.show_drops(drops)
     progress.show_drops(drops)
-    assert lines_of(progress) == ["step 0/2  dropped 3: 3 solved (3 since the last step)"]
+    assert lines_of(progress) == ["step 0/2  dropped 3: 3 solved (3 after the last batch)"]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, verdicts: list[tuple[Group, str | None]]) -> list:

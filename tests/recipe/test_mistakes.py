@@ -137,7 +137,10 @@ WRONG_COMMANDS = [
     (["train", "--config-dir", ".", "--config-name=other"], "--config-dir must hold other.yaml"),
     (["train", "--config-dir", "."], "run.yaml:2: must be YAML, got a mistake at column 1"),
     ([*TRAIN, "--foo"], "an option must be one of --cfg, --conf"),
-    ([*TRAIN, "run_dir=run.yaml"], "run_dir must be a folder that can be written to, got [Errno 1"),
+    (
+        [*TRAIN, "run_dir=run.yaml"],
+        "run_dir must be a folder that can be written to, got the file '",
+    ),
     (["evaluate"], "--config-dir must name a recipe's folder"),
     ([*GRAPH, "--mermaid"], "--mermaid must name a file or folder, got nothing"),
     ([*GRAPH, "--run", "nowhere"], "--run must name the folder of a run of this recipe"),

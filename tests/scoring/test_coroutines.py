@@ -124,7 +124,7 @@ def test_each_call_fails_by_itself_and_says_where_it_was() -> None:
     assert raised.error.startswith("on the prompt of line 7 ('what?'):\njudge: Traceback")
     assert "LookupError: no such word" in raised.error
     assert late.error.endswith("TimeoutError: of its own")
-    assert "a stage judge call must end within 1 s (its timeout_s), got no answer" in hung.error
+    assert "each stage judge call must end within 1 s (its timeout_s), got no answer" in hung.error
     assert 'File "task.py", line 11, in judge\n    await asyncio.sleep' in hung.error
     assert "stage_function" not in hung.error
 

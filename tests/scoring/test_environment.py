@@ -74,6 +74,8 @@ async def test_a_call_that_hangs_fails_its_episode_and_no_other(tmp_path: Path, 
         assert hung.status is StageStatus.HUNG
         assert "environment.timeout_s" in hung.error
         assert f"in {tool}\n" in hung.error, "it says where the call was"
+        assert hung.error.count("it was at") == 1
+        assert "llamarl" not in hung.error
         assert (other.status, other.state) == (StageStatus.OK, EpisodeState.GOES_ON)
         assert (await setting.turn(2, "Done.<|im_end|>")).state is EpisodeState.DONE
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import math
 import os
 import signal
@@ -79,7 +80,8 @@ def wait_until(condition, limit_s=10.0):
     return condition()
 
 
-async def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
+async def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored(caplog):
+    caplog.set_level(logging.INFO)
     async with open_pool() as pool:
         texts = ("a", "raise", "nan", "exit", "crash", "leave", "print", "read", "pid", "hang")
         scores = await pool.score(completions(*texts, "pid", "b"))
@@ -105,6 +107,7 @@ async def test_every_kind_of_failure_has_its_own_error_and_the_rest_is_scored():
     assert f"within {LIMIT_S:g} s (reward.timeout_s)" in hung.error
     assert 'File "task.py", line 10 in reward' in hung.error
     assert "llamarl" not in hung.error
+    assert "line 10 in reward" not in caplog.text, "it stands in the error alone"
     for score in scores:
         assert math.isnan(score.reward) == (score.status is not StageStatus.OK)
 

@@ -182,7 +182,9 @@ def test_a_call_that_hangs_is_ended_and_holds_up_no_call_of_the_other_processes(
     stage = judge(workers=2, timeout_s=1.5)
     hung, others, took_s = with_stage(folder, storage, stage, work)
     assert (hung.status, hung.numbers) == (HUNG, {})
-    assert "a stage judge call must end within 1.5 s (its timeout_s), got no answer" in hung.error
+    assert (
+        "each stage judge call must end within 1.5 s (its timeout_s), got no answer" in hung.error
+    )
     assert 'File "task.py", line 9 in judge' in hung.error
     assert "stage_function" not in hung.error
     assert [result.status for result in others] == [OK] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import numbers
+import os
 import reprlib
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 from llamarl.core import extensions
 from llamarl.core.config.inputs import LARGEST
 from llamarl.core.errors import mark_seen
+from llamarl.scoring.user_code.watchdog import IT_WAS_AT
 
 MAX_TRACEBACK_CHARS = 8000
 
@@ -32,14 +34,18 @@ class InvalidRewardError(InvalidReturnError):
 
 
 def user_traceback(error: BaseException, *own_files: str) -> str:
-    """Return the traceback of `error` without the frames of `own_files`, this file and
+    """Return the traceback of `error` without the frames of `own_files`, this folder and
     `core/extensions.py`."""
-    hidden = {extensions.__file__, __file__, *own_files}
+    hidden, folder = {extensions.__file__, *own_files}, os.path.dirname(__file__)
     report = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = report
     has_frames = False
     while part is not None:
-        frames = [frame for frame in part.stack if frame.filename not in hidden]
+        frames = [
+            frame
+            for frame in part.stack
+            if frame.filename not in hidden and os.path.dirname(frame.filename) != folder
+        ]
         part.stack = traceback.StackSummary.from_list(frames)
         part, has_frames = part.__cause__ or part.__context__, has_frames or bool(frames)
     lines = report.format() if has_frames else report.format_exception_only()
@@ -176,6 +182,4 @@ def _stack(thread: list[int]) -> str:
         lambda each: each[0].f_code is not _called.__code__, traceback.walk_stack(frame)
     )
     lines = traceback.StackSummary.extract(own if frame is not None else ()).format()
-    return (
-        "".join(["it was at\n", *reversed(lines)]).rstrip() if lines else "it waited for a thread"
-    )
+    return "".join([IT_WAS_AT, *reversed(lines)]).rstrip() if lines else "it waited for a thread"

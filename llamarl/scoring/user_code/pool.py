@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import queue
+import re
 import secrets
 import select
 import signal
@@ -24,7 +25,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from llamarl.core.errors import RepeatedWarnings
 from llamarl.core.records import Prompt, StageStatus, as_json
-from llamarl.scoring.user_code.watchdog import NAMED, end_descendants, is_own_frame
+from llamarl.scoring.user_code.watchdog import IT_WAS_AT, NAMED, end_descendants, is_own_frame
 from llamarl.scoring.user_code.worker import CANCEL_S, MAX_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ STACK_S = 0.5  # time for a hung worker to write its stack
 READ_BYTES = 65536
 STDERR_LINES = 40  # of the end of a process
 STACK_LINES = 120  # faulthandler writes no more
+STACK_LINE = re.compile(r'  File "|(Current thread|Thread|Stack) .*most recent call first')
 STDERR_LINE_BYTES = 2000  # the rest of a longer line is dropped
 LOGGED_LINES = 200  # per message: user code that prints endlessly must not fill the disk
 SHOWN_BYTES = 100  # of an answer that is refused
@@ -67,8 +69,8 @@ class UserCode:
     def overdue(self, stack: str) -> str:
         """Return the error of a call that took too long, with the stack where it was."""
         return (
-            f"a {self.label} call must end within {self.timeout_s:g} s ({self.keys}timeout_s), "
-            f"got no answer; it was at\n{stack}"
+            f"each {self.label} call must end within {self.timeout_s:g} s ({self.keys}timeout_s), "
+            f"got no answer; {IT_WAS_AT}{stack}"
         )
 
 
@@ -178,6 +180,7 @@ class WorkerProcess:
         """The time when the process said last that its coroutines are not held up."""
         self.named_calls: list[str] = []
         """The tokens of the calls in the last stack."""
+        self._writes_stack = False
         self.runs_coroutines = False
         """True if the process answers calls as they end, else one by one."""
 
@@ -189,8 +192,8 @@ class WorkerProcess:
         self.send({"token": token, "service": code.service, "setup": code.setup, **limits})
         answer = self.receive(START_S, [token])
         if answer is None:
-            must = f"a {code.label} process must be ready within {START_S:g} s"
-            raise RuntimeError(f"{must}, got no answer; it was at\n{self.stack()}")
+            must = f"the {code.label} process must be ready within {START_S:g} s"
+            raise RuntimeError(f"{must}, got no answer; {IT_WAS_AT}{self.stack()}")
         if "error" in answer:
             raise ValueError(f"{code.label} must load, got {answer['error']}")
         self.pid = int(answer["pid"])
@@ -243,6 +246,7 @@ class WorkerProcess:
     def stack(self) -> str:
         """Return the Python stack of the (hung) process."""
         self._stderr.clear()
+        self._writes_stack = True
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
         end = time.monotonic() + STACK_S
@@ -251,6 +255,7 @@ class WorkerProcess:
                 min(left_s, 0.05 if self._stderr else left_s)
             ):
                 pass
+        self._writes_stack = False
         self.named_calls = NAMED.findall("\n".join(self._stderr))
         lines = [line for line in self._stderr if not is_own_frame(line)]
         return "\n".join(lines) or "(it gave no stack)"
@@ -337,6 +342,8 @@ class WorkerProcess:
         for line in lines:
             text = line[:STDERR_LINE_BYTES].decode(errors="replace")
             self._stderr.append(text)
+            if self._writes_stack and STACK_LINE.match(text):
+                continue  # the error of the call has it
             self._num_logged += 1
             if self._num_logged <= LOGGED_LINES:
                 logger.info("%s worker %d: %s", self._code.label, self.pid, text)
@@ -394,7 +401,7 @@ class WorkerPool(Generic[T]):
         """Return one result per call, in order. Raises RuntimeError if the pool is closed."""
         if not self._workers or self.closed.is_set():
             must = "must be started, and not closed, before it runs calls"
-            raise RuntimeError(f"a {self.code.label} pool {must}")
+            raise RuntimeError(f"the {self.code.label} pool {must}")
         share = -(-len(calls) // self._num_workers)
         size = max(1, min(CHUNK_CALLS, share))
         asked = [Asked[T](call) for call in calls]

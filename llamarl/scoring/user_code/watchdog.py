@@ -141,6 +141,7 @@ OWN_FRAMES = (  # of a stack, not shown
     *("llamarl/scoring/rewards.py", "llamarl/scoring/episodes.py", "llamarl/core/extensions.py"),
     *("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py", "<frozen runpy>"),
 )
+IT_WAS_AT = "it was at\n"  # before the stack of a call that took too long
 TICK_S = 0.2  # between two signs that the event loop runs
 SIGNAL = signal.SIGUSR2
 NAME = "call_"

@@ -39,7 +39,7 @@ from typing import Any
 from llamarl.core.extensions import where
 from llamarl.core.files import whole_letters
 from llamarl.core.records import Prompt, StageStatus, read_json
-from llamarl.scoring.user_code.watchdog import TICK_S, RunningCall, Watchdog, supervise
+from llamarl.scoring.user_code.watchdog import IT_WAS_AT, TICK_S, RunningCall, Watchdog, supervise
 
 # First number and count of descriptors that a loop that closes low ones does not reach.
 CHANNEL_DESCRIPTORS = (100, 200)
@@ -176,7 +176,7 @@ async def _outcome(call: RunningCall, watchdog: Watchdog, timeout_s: float) -> d
     if not call.task.done():
         stack = stack or "(it went on when cancelled)"
     elif not (stack or call.task.cancelled()):
-        stack = call.task.result().get("error", "")
+        stack = call.task.result().get("error", "").rpartition(IT_WAS_AT)[2]
     elif not call.task.cancelled():
         call.task.exception()  # it has been seen
     return {"status": StageStatus.HUNG, "error": stack}
