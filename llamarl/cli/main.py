@@ -162,11 +162,9 @@ def _main(command: str, *arguments: str) -> None:
         for_each_config(f"llamarl {command}", composed_arguments, work)
     except BrokenPipeError:
         raise
-    except FileExistsError as error:
-        got = f"the file {error.filename!r}"
-        raise ValueError(f"run_dir must be a folder that can be written to, got {got}") from error
     except OSError as error:  # of Hydra, which makes the folder
-        raise ValueError(f"run_dir must be a folder that can be written to, got {error}") from error
+        got = f"the file {error.filename!r}" if isinstance(error, FileExistsError) else error
+        raise ValueError(f"run_dir must be a folder that can be written to, got {got}") from error
 
 
 def _show(text: str) -> None:

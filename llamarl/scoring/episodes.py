@@ -48,7 +48,6 @@ Message = dict[str, Any]
 MAX_THREADS = 256  # functions that run at once
 MAX_LEFT = 32  # threads of calls that never ended, until the process exits
 LEAVE_S = 0.1  # for a process that is spent to answer, and for threads to end after all
-OWN_FILES = (__file__, agent.__file__, asyncio.tasks.__file__)  # not shown
 TASK = "task"  # in `environment.tools`: the recipe's own task.py
 UNKNOWN: Answer = {"unknown": True}  # an episode that this process does not play
 
@@ -247,7 +246,7 @@ def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
             return {"status": StageStatus.INVALID, "error": f"what it returns must {error}"}
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
             cause = error.error if isinstance(error, Raised) else error
-            return {"status": StageStatus.RAISED, "error": user_traceback(cause, *OWN_FILES)}
+            return {"status": StageStatus.RAISED, "error": user_traceback(cause)}
         finally:
             if episodes.is_spent:
                 asyncio.get_running_loop().call_later(LEAVE_S, _leave, episodes)

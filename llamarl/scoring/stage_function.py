@@ -26,7 +26,6 @@ from llamarl.scoring.user_code.calls import (
 from llamarl.storage.columns import NUMBER, PROMPT_RECORD, TEXT, Column
 
 Answer = dict[str, Any]
-OWN_FILES = (__file__, rewards.__file__)
 
 
 def load(setup: dict[str, Any]) -> Callable[..., Answer | Coroutine[Any, Any, Answer]]:
@@ -89,7 +88,7 @@ async def answer(
         why = f"what stage {stage.name} returns must {error}"
         return {"status": StageStatus.INVALID, "error": why}
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
-        why = f"{stage.name}: {user_traceback(error, *OWN_FILES)}"
+        why = f"{stage.name}: {user_traceback(error)}"
         return {"status": StageStatus.RAISED, "error": why}
     return {"rows": rows}
 

@@ -45,7 +45,6 @@ LIVENESS_S = 5.0  # cluster.liveness_timeout_s of the runs
 START_S = 10.0  # about what a start takes
 RECOVERY_LIMIT_S = 180.0
 CLOSE_LIMIT_S = 10.0
-LENT = Counter({"/memfd:llamarl (deleted)": 2})  # by the units of PROCESSES
 SAVE_EVERY, EVALUATE_EVERY = 2, 3
 ACCURACY_NOISE = 0.02  # of held-out accuracy between runs of different seeds
 SETTINGS = [
@@ -248,10 +247,9 @@ def disturb(leg: Leg, moments: list[str], rng: random.Random, faults: Counter[st
 
 
 def check_files(leg: Leg, before: Counter[str]) -> None:
-    """The controller has no more open files than before, but for the one that each storage unit
-    lends it for the next large message; what is lost may take a while to close."""
+    """The controller has no more open files than before; what is lost may take a while to close."""
     end_s = time.monotonic() + CLOSE_LIMIT_S
-    while (more := leg.files() - before - LENT) and leg.is_running:
+    while (more := leg.files() - before) and leg.is_running:
         assert time.monotonic() < end_s, (
             f"the controller has {more} more after {leg.attacks}; its sockets: {leg.sockets()}"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import numbers
-import os
 import reprlib
 import sys
 import threading
@@ -17,10 +16,9 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from llamarl.core import extensions
 from llamarl.core.config.inputs import LARGEST
 from llamarl.core.errors import mark_seen
-from llamarl.scoring.user_code.watchdog import IT_WAS_AT
+from llamarl.scoring.user_code.watchdog import IT_WAS_AT, is_own_frame
 
 MAX_TRACEBACK_CHARS = 8000
 
@@ -33,19 +31,13 @@ class InvalidRewardError(InvalidReturnError):
     """A reward returned a wrong value; the text is a whole sentence."""
 
 
-def user_traceback(error: BaseException, *own_files: str) -> str:
-    """Return the traceback of `error` without the frames of `own_files`, this folder and
-    `core/extensions.py`."""
-    hidden, folder = {extensions.__file__, *own_files}, os.path.dirname(__file__)
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback of `error` without frames that are not user code's."""
     report = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = report
     has_frames = False
     while part is not None:
-        frames = [
-            frame
-            for frame in part.stack
-            if frame.filename not in hidden and os.path.dirname(frame.filename) != folder
-        ]
+        frames = [frame for frame in part.stack if not is_own_frame(frame.filename)]
         part.stack = traceback.StackSummary.from_list(frames)
         part, has_frames = part.__cause__ or part.__context__, has_frames or bool(frames)
     lines = report.format() if has_frames else report.format_exception_only()

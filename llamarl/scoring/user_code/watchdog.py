@@ -138,8 +138,9 @@ def _call_kernel(option: int, value: int) -> None:
 
 OWN_FRAMES = (  # of a stack, not shown
     *("llamarl/scoring/user_code/", "llamarl/scoring/stage_function.py"),
-    *("llamarl/scoring/rewards.py", "llamarl/scoring/episodes.py", "llamarl/core/extensions.py"),
-    *("asyncio/base_events.py", "asyncio/events.py", "asyncio/runners.py", "<frozen runpy>"),
+    *("llamarl/scoring/rewards.py", "llamarl/scoring/episodes.py", "llamarl/scoring/agent.py"),
+    *("llamarl/core/extensions.py", "asyncio/tasks.py", "asyncio/base_events.py"),
+    *("asyncio/events.py", "asyncio/runners.py", "<frozen runpy>"),
 )
 IT_WAS_AT = "it was at\n"  # before the stack of a call that took too long
 TICK_S = 0.2  # between two signs that the event loop runs
