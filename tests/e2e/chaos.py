@@ -47,6 +47,11 @@ RECOVERY_LIMIT_S = 180.0
 CLOSE_LIMIT_S = 10.0
 SAVE_EVERY, EVALUATE_EVERY = 2, 3
 ACCURACY_NOISE = 0.02  # of held-out accuracy between runs of different seeds
+NUM_UNITS = 2
+CONNECTION = "connection to a storage unit"
+OPENED_LATE = Counter(  # maybe after the first step; a unit lends the file for large messages
+    {CONNECTION: NUM_UNITS, "/memfd:llamarl (deleted)": NUM_UNITS}
+)
 SETTINGS = [
     "generator.max_restarts=1000",
     "cluster.max_restarts=1000",
@@ -59,7 +64,7 @@ SETTINGS = [
 PROCESSES = [  # two of each kind that there can be two of, a frozen model, and a collector
     "generator.num_replicas=2",
     "trainer.num_ranks=2",
-    "experience.units_per_host=2",
+    f"experience.units_per_host={NUM_UNITS}",
     "algorithm.kl_coefficient=0.001",
     "generator.num_collectors=1",
 ]
@@ -125,21 +130,39 @@ class Leg:
         """Open files of the controller by what they are, when fewest are open."""
         found = []
         for _ in range(10):
-            found.append(Counter(re.sub(r"\d+", "", link) for link in self.links()))
+            inodes = {inode_of(line) for line in self.sockets() if is_connection(line)}
+            links = [CONNECTION if inode_of_link(link) in inodes else link for link in self.links()]
+            found.append(Counter(re.sub(r"\d+", "", link) for link in links))
             time.sleep(0.05)
         return min(found, key=Counter.total)
 
     def sockets(self) -> list[str]:
         """The controller's unix sockets, with their paths."""
-        inodes = {link.partition("[")[2].rstrip("]") for link in self.links()}
+        inodes = {inode_of_link(link) for link in self.links()}
         lines = Path("/proc/net/unix").read_text().splitlines()
-        return [line for line in lines if line.split()[6] in inodes]
+        return [line for line in lines if inode_of(line) in inodes]
 
     def links(self) -> Iterator[str]:
         """What each open file of the controller is."""
         for path in Path(f"/proc/{self.command.process.pid}/fd").glob("*"):
             with suppress(OSError):  # closed meanwhile
                 yield os.readlink(path)
+
+
+def inode_of_link(link: str) -> str:
+    """Return the inode of a socket, or what else the open file is."""
+    return link.removeprefix("socket:[").removesuffix("]")
+
+
+def inode_of(line: str) -> str:
+    """Return the inode of a line of /proc/net/unix."""
+    return line.split()[6]
+
+
+def is_connection(line: str) -> bool:
+    """Return whether a line of /proc/net/unix is a connection that keeps packets apart: to a
+    storage unit, or of `ask`, which hangs up at once."""
+    return line.split()[4:6] == ["0005", "03"]
 
 
 def is_publishing(leg: Leg) -> bool:
@@ -232,7 +255,7 @@ def disturb(leg: Leg, moments: list[str], rng: random.Random, faults: Counter[st
         attack(leg, "start" if leg.first == 0 else "resume", rng, faults)
     if not wait_for(leg, "the first step", lambda: leg.version > leg.first):
         return
-    files = leg.files()
+    files = leg.files() | OPENED_LATE
     for moment in moments:
         if moment in ("start", "end") or leg.version >= leg.num_steps - 1:
             continue
