@@ -83,6 +83,33 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "attention_bias": True,
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 20,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe_tied": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 40,
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "intermediate_size": 56},
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_experts": 9,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 36,
+        "pad_token_id": None,
+    },
 }
 """For `write_reference`: one per feature mix."""
 LENGTHS = (120, 7, 1, 33, 60)  # of `token_ids`; the longest pass the original positions above

@@ -18,7 +18,7 @@ from llamarl.core.fields import require
 from llamarl.core.files import read_object
 from llamarl.model.architecture import LINEARS, LORA_A, LORA_B, AnyArchitecture, OtherArchitecture
 from llamarl.model.inventory import WEIGHT_DTYPES, parameter_shapes
-from llamarl.model.safetensors_file import read_header
+from llamarl.model.safetensors_file import Piece, read_header, whole
 
 WEIGHT = ".weight"
 CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -113,8 +113,8 @@ def read_lora(adapter: str | Path, key: str = "model.adapter") -> LoraConfig:
     raise ValueError(f"{path} must have r, lora_alpha and target_modules, got {values!r:.200}")
 
 
-def locate_adapter(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, Path]:
-    """Return name in the file -> the file, after every check that its header allows."""
+def locate_adapter(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, tuple[Piece]]:
+    """Return parameter name -> where the file has it, after every check that its header allows."""
     path = folder / ADAPTER_FILE
     entries = {parameter_of(name): entry for name, entry in read_header(path).items()}
     for name in sorted(entries.keys() ^ shapes.keys()):
@@ -127,7 +127,7 @@ def locate_adapter(folder: Path, shapes: Mapping[str, Shape]) -> dict[str, Path]
         require(entry.shape == shape, f"{name} in {path}", must, entry.shape)
         must = f"be one of {', '.join(WEIGHT_DTYPES)}"
         require(entry.dtype in WEIGHT_DTYPES, f"{name} in {path}", must, entry.dtype)
-    return {f"{FILE_PREFIX}{name}": path for name in shapes}
+    return {name: whole(path, FILE_PREFIX + name, shape) for name, shape in shapes.items()}
 
 
 def _config_file(folder: str | Path, key: str = "model.adapter") -> Path:

@@ -33,7 +33,6 @@ from llamarl.model.adapter_inventory import (
     adapter_shapes,
     check_adapter,
     locate_adapter,
-    parameter_of,
     read_lora,
 )
 from llamarl.model.architecture import (
@@ -185,7 +184,7 @@ def load_into(parameters: Mapping[str, Tensor], folder: str) -> None:
     rank's shard. Raises ValueError if the file does not fit or a number is not finite."""
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     files = locate_adapter(Path(folder), shapes)
-    read_boxes(files, lambda name: [hf.local_box(parameters[parameter_of(name)])])
+    read_boxes(files, lambda name: [hf.local_box(parameters[name])])
 
 
 def save(

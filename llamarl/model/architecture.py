@@ -17,22 +17,42 @@ from llamarl.model.safetensors_file import IGNORED_SUFFIX, read_header, weight_f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFamily:
+    """A family's mixture of experts, as its files describe it.
+
+    `block` is the module that holds router and experts, `matrices` are the gate, up and down
+    matrices of each expert. `size_key` of config.json is the intermediate size of one expert; the
+    chosen experts' gates are divided by their sum always, never, or if the flag `normalized` is
+    set."""
+
+    block: str = "mlp"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    size_key: str = "moe_intermediate_size"
+    normalized: str | bool = "norm_topk_prob"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The meaning of one `model_type` of config.json.
 
     `model_class` is the class of transformers and vLLM, as in `architectures`. The biases, of q, k
     and v (`attention_bias`), of the attention's output and of the feed-forward, exist always,
-    never, or if the flag of config.json with this name is set. `qk_norm`: q and k are normalised
-    per head. `head_dim` is the default if the file has none (None: hidden size over heads).
-    `window_key` must be false or absent in the file, because attention is always full."""
+    never, or if the flag of config.json with this name is set. `qk_norm`: q and k are normalised,
+    each head by itself or (`norms_all_heads`) all together. `head_dim` and `rope_theta` are the
+    defaults if the file has none (head_dim None: hidden size over heads). `empty_keys` must be
+    false or absent in the file, for instance because attention is always full. `experts` is None in
+    a dense family."""
 
     model_class: str
     attention_bias: str | bool = False
     output_bias: str | bool = False
     mlp_bias: str | bool = False
     qk_norm: bool = False
+    norms_all_heads: bool = False
     head_dim: int | None = None
-    window_key: str = "use_sliding_window"
+    rope_theta: float = 10000.0
+    empty_keys: tuple[str, ...] = ("use_sliding_window",)
+    experts: ExpertFamily | None = None
 
 
 FAMILIES: dict[str, Family] = {
@@ -49,6 +69,33 @@ FAMILIES: dict[str, Family] = {
         output_bias="attention_bias",
         qk_norm=True,
         head_dim=128,
+    ),
+    "qwen3_moe": Family(
+        model_class="Qwen3MoeForCausalLM",
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        experts=ExpertFamily(),
+    ),
+    "mixtral": Family(
+        model_class="MixtralForCausalLM",
+        rope_theta=1e6,
+        empty_keys=("sliding_window",),
+        experts=ExpertFamily(
+            block="block_sparse_moe",
+            matrices=("w1", "w3", "w2"),
+            size_key="intermediate_size",
+            normalized=True,
+        ),
+    ),
+    "olmoe": Family(
+        model_class="OlmoeForCausalLM",
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        norms_all_heads=True,
+        empty_keys=("clip_qkv",),
+        experts=ExpertFamily(size_key="intermediate_size"),
     ),
 }
 """The families by `model_type`."""
@@ -85,6 +132,10 @@ FUSED: dict[str, tuple[str, ...]] = {
 }
 """Matrices that an engine multiplies with at once, side by side along their outputs."""
 
+ROUTER, GATE_UP, DOWN = "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""The parameters of a layer's mixture: the router [experts, hidden], and all experts' matrices
+stacked, [experts, 2 * intermediate, hidden] and [experts, hidden, intermediate]."""
+
 VOCABULARY = ("embed_tokens", "lm_head")
 """Matrices [vocabulary, hidden]; ranks divide the vocabulary."""
 
@@ -100,14 +151,22 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 
 def split_dimension(name: str) -> int | None:
     """Return the dimension of the parameter `name` that tensor-parallel ranks divide; None if each
-    rank holds all of it: norms, biases of matrices that are divided along their inputs, and the
-    half of an adapter that its matrix's divided dimension does not touch."""
+    rank holds all of it: norms, routers, biases of matrices that are divided along their inputs,
+    and the half of an adapter that its matrix's divided dimension does not touch. Of stacked
+    experts it is the first, as a rank holds whole ones."""
+    if is_stacked(name):
+        return 0
     *_, outer, module, kind = ("", *name.split("."))
     if module in (LORA_A, LORA_B):
         split = _SPLITS.get(outer)
         return split if split == (1 if module == LORA_A else 0) else None
     split = _SPLITS.get(module)
     return None if split == 1 and kind == "bias" else split
+
+
+def is_stacked(name: str) -> bool:
+    """Return whether this parameter holds matrices of all experts of a layer."""
+    return name.endswith((f".{GATE_UP}", f".{DOWN}"))
 
 
 def is_adapter(name: str) -> bool:
@@ -136,7 +195,6 @@ def causal_families() -> set[str]:
     return {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}.difference(*others)
 
 
-DEFAULT_ROPE_THETA = 10000.0
 NUMBERS = {  # wider than any model's; beyond them float32 computes something else, or NaN
     "rms_norm_eps": (1e-15, 1.0),
     "rope_theta": (1.0, 1e15),
@@ -154,6 +212,11 @@ MAX_SIZES = {  # far above any model: the shapes of larger ones alone would fill
     "head_dim": 10**5,
     "max_position_embeddings": 10**10,
     "original_max_position_embeddings": 10**10,
+    "moe_intermediate_size": 10**7,
+    "num_experts": 2**15,  # their numbers fit int16
+    "num_local_experts": 2**15,
+    "num_experts_per_tok": 2**15,
+    "decoder_sparse_step": 10**4,
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -172,13 +235,33 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSizes:
+    """The mixture of experts in each layer but the `dense_layers`, which have a feed-forward.
+
+    A token's gates are the router's probabilities of its `num_chosen` likeliest experts, divided by
+    their sum if `normalized`."""
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    normalized: bool
+    dense_layers: tuple[int, ...] = ()
+
+    @property
+    def index_dtype(self) -> str:
+        """The dtype of an expert's number in a record of routes."""
+        return "uint8" if self.num_experts <= 256 else "int16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """Sizes and switches of one decoder.
 
     `head_dim` need not be hidden_size / num_heads; `num_kv_heads` divides `num_heads`.
     `attention_bias`: q, k and v have biases; `output_bias`: the attention output has; `mlp_bias`:
-    the three of the feed-forward have. `qk_norm`: q and k are normalised per head before the
-    rotation. `eos_token_ids` are those of config.json and generation_config.json.
+    the three of the feed-forward have. `qk_norm`: q and k are normalised before the rotation, each
+    head by itself or (`norms_all_heads`) all together. `eos_token_ids` are those of config.json and
+    generation_config.json. `experts` is None in a dense model.
     """
 
     model_type: str
@@ -198,7 +281,24 @@ class Architecture:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    norms_all_heads: bool = False
     eos_token_ids: tuple[int, ...]
+    experts: ExpertSizes | None = None
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers that have a mixture of experts in place of a feed-forward."""
+        if self.experts is None:
+            return ()
+        return tuple(i for i in range(self.num_layers) if i not in self.experts.dense_layers)
+
+    @property
+    def active_channels(self) -> int:
+        """The most intermediate channels of a layer that a token meets: those of its experts."""
+        if self.experts is None:
+            return self.intermediate_size
+        of_experts = self.experts.num_chosen * self.experts.intermediate_size
+        return max(of_experts, self.intermediate_size * bool(self.experts.dense_layers))
 
     @property
     def model_class(self) -> str:
@@ -226,7 +326,7 @@ def read_architecture(folder: str | Path) -> Architecture:
     """Read `folder`/config.json.
 
     Raises ValueError if the folder or file is missing or damaged, or if a setting is not supported
-    (mixture of experts, sliding window, quantised weights, other rotary types, ...)."""
+    (sliding window, quantised weights, other rotary types, ...)."""
     values, eos_token_ids = read_settings(folder)
     fields = Fields(Path(folder) / "config.json", values)
     _refuse_unsupported(fields)
@@ -245,13 +345,15 @@ def read_architecture(folder: str | Path) -> Architecture:
         head_dim=fields.size("head_dim", family.head_dim or per_head),
         max_positions=fields.size("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps"),
-        **_rope(fields),
+        **_rope(fields, family),
         tie_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=fields.given(family.attention_bias),
         output_bias=fields.given(family.output_bias),
         mlp_bias=fields.given(family.mlp_bias),
         qk_norm=family.qk_norm,
+        norms_all_heads=family.norms_all_heads,
         eos_token_ids=eos_token_ids,
+        experts=_experts(fields, family.experts),
     )
     _check_sizes(fields, architecture)
     return architecture
@@ -320,12 +422,13 @@ def _refuse_unsupported(fields: Fields) -> None:
         must = f"be one of {known} ({others})"
         raise fields.error("model_type", must, model_type)
     family = FAMILIES[model_type]
+    experts = EXPERTS if family.experts is None else ()
     for key, allowed, must in (
         ("architectures", ([family.model_class], None, []), f"be [{family.model_class!r}]"),
         ("quantization_config", (None,), "be absent: weights cannot be quantised"),
         ("hidden_act", ("silu",), "be silu"),
-        (family.window_key, (None, False), "be false or absent: attention is always full"),
-        *((key, (None, False), "be absent: only dense models are supported") for key in EXPERTS),
+        *((key, (None, False), "be false or absent") for key in family.empty_keys),
+        *((key, (None, False), f"be absent of a dense {model_type}") for key in experts),
     ):
         if (value := values.get(key, allowed[0])) not in allowed:  # 0 is False
             raise fields.error(key, must, value)
@@ -334,7 +437,31 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("layer_types", "be full_attention throughout", sorted(set(layer_types)))
 
 
-def _rope(fields: Fields) -> dict[str, Any]:
+def _experts(fields: Fields, family: ExpertFamily | None) -> ExpertSizes | None:
+    """Return the mixture of experts that the file describes; None if all layers are dense."""
+    if family is None:
+        return None
+    key = next((key for key in EXPERTS if key in fields.values), EXPERTS[0])
+    num_experts, num_chosen = fields.size(key), fields.size("num_experts_per_tok")
+    if num_chosen > num_experts:
+        must = f"be at most {key}, {num_experts}"
+        raise fields.error("num_experts_per_tok", must, num_chosen)
+    num_layers = fields.size("num_hidden_layers")
+    every, dense = fields.size("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise fields.error("mlp_only_layers", "be a list of layers' numbers", dense)
+    layers = tuple(i for i in range(num_layers) if i in dense or (i + 1) % every)
+    sizes = ExpertSizes(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=fields.size(family.size_key),
+        normalized=fields.given(family.normalized),
+        dense_layers=layers,
+    )
+    return None if len(layers) == num_layers else sizes
+
+
+def _rope(fields: Fields, family: Family) -> dict[str, Any]:
     """Return `rope_theta` and `rope_scaling` from either spelling.
 
     transformers 5 writes one object `rope_parameters` with the base inside; older files have
@@ -356,7 +483,7 @@ def _rope(fields: Fields) -> dict[str, Any]:
     nested = [name for name, value in inner.items() if isinstance(value, dict)]
     if nested:
         raise fields.error(key, "hold for all layers alike", nested)
-    theta = rope.number("rope_theta", fields.number("rope_theta", DEFAULT_ROPE_THETA))
+    theta = rope.number("rope_theta", fields.number("rope_theta", family.rope_theta))
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
     # transformers lets the outer key win, then the inner one, then the context length.

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from llamarl.core import files
 from llamarl.core.files import read_object
 from llamarl.model.architecture import AnyArchitecture, read_any_architecture
-from llamarl.model.inventory import locate, parameter_shapes
+from llamarl.model.inventory import file_pieces, locate, parameter_shapes
 from llamarl.model.safetensors_file import INDEX_FILE, FileBox, read_boxes
 from llamarl.model.tokenizer import END_FILE, TOKENIZER_FILES, copy_files
 
+Box = tuple[int | slice, ...]
 MAX_SHARD_BYTES = 2 * 10**9  # of host memory too: a file is written once it has all its tensors
 MODEL_FILES = (END_FILE, "LICENSE*", "NOTICE*")
 """The files of the checkpoint that an export copies, beside config.json and the tokenizer."""
@@ -105,10 +106,10 @@ def save(
     when the new one is complete. Raises ValueError for an unknown name or a wrong shape,
     RuntimeError if a parameter is missing, OSError if the disk is full."""
     source = Path(source_folder)
-    shapes = parameter_shapes(read_any_architecture(source))
+    architecture = read_any_architecture(source)
+    num_elements = sum(map(math.prod, parameter_shapes(architecture).values()))
     with replacing(Path(folder)) as unfinished:
-        num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
-        check_space(unfinished.parent, num_bytes, "the weights need")
+        check_space(unfinished.parent, num_elements * dtype.itemsize, "the weights need")
         copy_files(source, MODEL_FILES, unfinished)
         copy_files(Path(tokenizer_folder or source), TOKENIZER_FILES, unfinished)
         config = read_object(source / "config.json")
@@ -116,37 +117,48 @@ def save(
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         text = json.dumps(config, indent=2) + "\n"
         (unfinished / "config.json").write_text(text, encoding="utf-8")
-        _write_weights(unfinished, tensors, shapes, dtype, max_shard_bytes)
+        _write_weights(unfinished, tensors, architecture, dtype, max_shard_bytes)
         files.write(unfinished)
 
 
 def _write_weights(
     folder: Path,
     tensors: Iterable[tuple[str, torch.Tensor]],
-    shapes: Mapping[str, tuple[int, ...]],
+    architecture: AnyArchitecture,
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """Write each file when its last tensor has come, and the index if there are several."""
-    empty = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in shapes.items()}
+    """Write each file when its last tensor has come, and the index if there are several. Stacked
+    experts become a matrix for each."""
+    shapes, parts = parameter_shapes(architecture), dict[str, list[tuple[str, Box]]]()
+    empty: dict[str, torch.Tensor] = {}
+    for name, tensor, start, size in file_pieces(architecture):
+        is_whole = size == shapes[name]
+        rest = (slice(a, a + b) for a, b in zip(start[1:], size[1:], strict=True))
+        box: Box = () if is_whole else (start[0], *rest)
+        parts.setdefault(name, []).append((tensor, box))
+        empty[tensor] = torch.empty(size if is_whole else size[1:], dtype=dtype, device="meta")
     split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_bytes)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     held: dict[str, dict[str, torch.Tensor]] = {file: {} for file in split.filename_to_tensors}
     missing = set(shapes)
-    for name, tensor in tensors:
+    for name, whole in tensors:
         if name not in missing:
             raise ValueError(
                 f"tensors to save must be the model's parameters, each once, got {name!r}"
             )
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"{name} must have shape {shapes[name]}, got {tuple(tensor.shape)}")
+        if tuple(whole.shape) != shapes[name]:
+            raise ValueError(f"{name} must have shape {shapes[name]}, got {tuple(whole.shape)}")
         missing.remove(name)
-        file = split.tensor_to_filename[name]
-        held[file][name] = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-        if len(held[file]) == len(split.filename_to_tensors[file]):
-            write_file(folder / file, held.pop(file))
+        for tensor, box in parts[name]:
+            file = split.tensor_to_filename[tensor]
+            part = whole.detach()[box].to(device="cpu", dtype=dtype).contiguous()
+            is_view = len(parts[name]) > 1 and part.data_ptr() == whole[box].data_ptr()
+            held[file][tensor] = part.clone() if is_view else part
+            if len(held[file]) == len(split.filename_to_tensors[file]):
+                write_file(folder / file, held.pop(file))
     if missing:
         raise RuntimeError(f"tensors to save must be all parameters, got none of {sorted(missing)}")
 

@@ -4,11 +4,23 @@ This module is free of torch, because the controller's process checks checkpoint
 process starts."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
-from llamarl.core.config import EmbeddedConfig, GeneratorConfig, TrainerConfig
+from llamarl.core.config import (
+    Config,
+    EmbeddedConfig,
+    GeneratorConfig,
+    TrainerConfig,
+    TransformersConfig,
+)
+from llamarl.core.fields import require
 from llamarl.model.architecture import (
+    DOWN,
+    FAMILIES,
+    GATE_UP,
     LINEARS,
+    ROUTER,
     AnyArchitecture,
     Architecture,
     OtherArchitecture,
@@ -17,6 +29,7 @@ from llamarl.model.architecture import (
 )
 from llamarl.model.safetensors_file import (
     IGNORED_SUFFIX,
+    Piece,
     TensorEntry,
     have_equal_bytes,
     read_header,
@@ -34,7 +47,7 @@ def parameter_shapes(architecture: AnyArchitecture) -> dict[str, tuple[int, ...]
     hidden_size, vocab_size = architecture.hidden_size, architecture.vocab_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab_size, hidden_size)}
     for i in range(architecture.num_layers):
-        for name, shape in _layer_shapes(architecture).items():
+        for name, shape in layer_shapes(architecture, i).items():
             shapes[f"model.layers.{i}.{name}"] = shape
     shapes["model.norm.weight"] = (hidden_size,)
     if not architecture.tie_embeddings:
@@ -42,33 +55,82 @@ def parameter_shapes(architecture: AnyArchitecture) -> dict[str, tuple[int, ...]
     return shapes
 
 
-def _layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def layer_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the parameters of a layer, by their names in it."""
     a = architecture
     norm = (a.hidden_size,)
+    experts = a.experts if layer in a.sparse_layers else None
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": norm}
     for name, linear in LINEARS.items():
+        if experts is not None and name.startswith("mlp."):
+            continue
         shapes[f"{name}.weight"] = (a.size(linear.outputs), a.size(linear.inputs))
         if getattr(a, linear.bias):
             shapes[f"{name}.bias"] = (a.size(linear.outputs),)
+    if experts is not None:
+        number, inner = experts.num_experts, experts.intermediate_size
+        shapes[ROUTER] = (number, a.hidden_size)
+        shapes[GATE_UP] = (number, 2 * inner, a.hidden_size)
+        shapes[DOWN] = (number, a.hidden_size, inner)
     if a.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            shapes[f"self_attn.{name}.weight"] = (a.head_dim,)
+        for name, width in (("q_norm", "queries"), ("k_norm", "keys")):
+            size = a.size(width) if a.norms_all_heads else a.head_dim
+            shapes[f"self_attn.{name}.weight"] = (size,)
     shapes["post_attention_layernorm.weight"] = norm
     return shapes
+
+
+def active_sizes(architecture: Architecture, layer: int) -> dict[str, int]:
+    """Return name -> number of elements that a token meets, of the parameters of a layer: of
+    stacked experts those of the chosen ones."""
+    found = {name: math.prod(shape) for name, shape in layer_shapes(architecture, layer).items()}
+    if (experts := architecture.experts) is not None:
+        for name in (GATE_UP, DOWN):
+            if name in found:
+                found[name] = found[name] // experts.num_experts * experts.num_chosen
+    return found
+
+
+FilePiece = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+"""A parameter, a tensor in a file, its first index in the parameter, its shape there."""
+
+
+def file_pieces(architecture: AnyArchitecture) -> Iterator[FilePiece]:
+    """Yield the pieces of all tensors of the Hub's files, parameter by parameter. A stacked
+    parameter has one matrix per expert there, or two; every other parameter is one tensor of its
+    own name, or of the family's for a router."""
+    has_experts = isinstance(architecture, Architecture) and architecture.experts is not None
+    experts = FAMILIES[architecture.model_type].experts if has_experts else None
+    for name, shape in parameter_shapes(architecture).items():
+        layer, _, last = name.partition(".mlp.")
+        if experts is None or not last:
+            yield name, name, (0,) * len(shape), shape
+        elif name.endswith(ROUTER):
+            yield name, f"{layer}.{experts.block}.gate.weight", (0, 0), shape
+        elif name.endswith((GATE_UP, DOWN)):
+            gate, up, down = experts.matrices
+            matrices = (gate, up) if name.endswith(GATE_UP) else (down,)
+            rows = shape[1] // len(matrices)
+            for expert in range(shape[0]):
+                for i, matrix in enumerate(matrices):
+                    tensor = f"{layer}.{experts.block}.experts.{expert}.{matrix}.weight"
+                    yield name, tensor, (expert, i * rows, 0), (1, rows, shape[2])
+        else:
+            yield name, name, (0,) * len(shape), shape
 
 
 def attention_cost(architecture: AnyArchitecture) -> float:
     """Return the cost of attention by which a rollout of l tokens costs as much as l +
     attention_cost * l**2 tokens without attention.
 
-    A token takes 2 operations per parameter of the layers and the head; scores and values of a
-    causal pass take 2 per layer and channel of the queries for each of l**2 pairs. For a family
-    that we do not know it is 0."""
+    A token takes 2 operations per parameter that it meets in the layers and the head; scores and
+    values of a causal pass take 2 per layer and channel of the queries for each of l**2 pairs. For
+    a family that we do not know it is 0."""
     if isinstance(architecture, OtherArchitecture):
         return 0.0
     a = architecture
-    num_layer_parameters = sum(map(math.prod, _layer_shapes(a).values()))
-    num_parameters = a.num_layers * num_layer_parameters + a.vocab_size * a.hidden_size
+    sizes = (sum(active_sizes(a, layer).values()) for layer in range(a.num_layers))
+    num_parameters = sum(sizes) + a.vocab_size * a.hidden_size
     return a.num_layers * a.num_heads * a.head_dim / num_parameters
 
 
@@ -101,12 +163,23 @@ def _check_tied(folder: Path) -> None:
 def check_parallel(
     architecture: AnyArchitecture, trainer: TrainerConfig, generator: GeneratorConfig
 ) -> None:
-    """Raise ValueError, in one line, unless every tensor-parallel rank gets an equal share."""
+    """Raise ValueError, in one line, unless every tensor-parallel and every expert-parallel rank
+    gets an equal share."""
     if isinstance(architecture, OtherArchitecture):
         return  # the trainer does not split it, and vLLM checks itself
+    check_expert_parallel(architecture, trainer)
     check_num_ranks("trainer.tensor_parallel", trainer.tensor_parallel, architecture)
     if isinstance(generator, EmbeddedConfig):  # vLLM's limits: `generator/vllm/limits.py`
         check_num_ranks("generator.num_ranks", generator.num_ranks, architecture)
+
+
+def replays_routing(config: Config, architecture: AnyArchitecture) -> bool:
+    """Return whether generators record the experts of each token, and the trainer routes by that
+    record."""
+    trainer = config.trainer
+    has_experts = isinstance(architecture, Architecture) and architecture.experts is not None
+    is_own = has_experts and not isinstance(trainer, TransformersConfig)
+    return is_own and trainer.routing_replay == "auto" and not config.algorithm.is_sft
 
 
 def check_num_ranks(key: str, num_ranks: int, architecture: Architecture) -> None:
@@ -119,39 +192,88 @@ def check_num_ranks(key: str, num_ranks: int, architecture: Architecture) -> Non
         "intermediate channels": a.intermediate_size,
         "tokens of the vocabulary": a.vocab_size,
     }
+    if a.experts is not None and not a.experts.dense_layers:
+        del split["intermediate channels"]
+    if a.experts is not None and key.startswith("generator"):  # its ranks have whole experts
+        split["experts"] = a.experts.num_experts
     if any(size % num_ranks for size in split.values()):
         listed = ", ".join(f"{size} {what}" for what, size in split.items())
         raise ValueError(f"{key} must divide the checkpoint's {listed}, got {num_ranks}")
+    if a.norms_all_heads:
+        must = f"be 1 with a {a.model_type}, whose attention normalises all heads together"
+        require(num_ranks == 1, key, must, num_ranks)
 
 
-def locate(folder: Path, architecture: AnyArchitecture) -> dict[str, Path]:
-    """Return parameter name -> its file, after every check that headers allow."""
-    expected = parameter_shapes(architecture)
+def check_expert_parallel(architecture: Architecture, trainer: TrainerConfig) -> None:
+    """Raise ValueError, in one line, unless the expert-parallel ranks get whole experts, and the
+    ranks that share those get equal parts of them."""
+    key, num_ranks = "trainer.expert_parallel", trainer.expert_parallel
+    experts = architecture.experts
+    if experts is None:
+        kind = architecture.model_type
+        require(num_ranks == 1, key, f"be 1 with a {kind}, which has no experts", num_ranks)
+        return
+    must = f"divide the checkpoint's {experts.num_experts} experts"
+    require(experts.num_experts % num_ranks == 0, key, must, num_ranks)
+    number = trainer.num_expert_shard_ranks
+    shapes = layer_shapes(architecture, architecture.sparse_layers[0])
+    for name in (GATE_UP, DOWN):
+        if expert_shard_dim(shapes[name], trainer) is None:
+            must = (
+                f"leave a number of ranks that divides a dimension of each expert, got {number} "
+                f"ranks to share each of them, with trainer.num_ranks={trainer.num_ranks} and"
+            )
+            raise ValueError(f"{key} must {must} {num_ranks}")
+
+
+def expert_shard_dim(shape: tuple[int, ...], trainer: TrainerConfig) -> int | None:
+    """Return the dimension along which the ranks that share stacked experts of this whole `shape`
+    cut them: the experts where no other rank does and they divide evenly, else another one that
+    does; None if there is none. FSDP cuts unevenly along the first dimension only."""
+    number, is_whole = trainer.num_expert_shard_ranks, trainer.expert_parallel == 1
+    for dim, size in enumerate(shape):
+        if size % number == 0 and (dim > 0 or is_whole):
+            return dim
+    return 0 if is_whole else None
+
+
+def locate(folder: Path, architecture: AnyArchitecture) -> dict[str, tuple[Piece, ...]]:
+    """Return parameter name -> the tensors of the files that hold it, after every check that
+    headers allow. Experts may have one matrix each, or be stacked as the parameter is."""
+    shapes = parameter_shapes(architecture)
     entries: dict[str, tuple[Path, TensorEntry]] = {}
     for path in weight_files(folder):
         for name, entry in read_header(path).items():
+            if name in entries:
+                must = f"be in one file of {folder}"
+                raise ValueError(f"{name} must {must}, got {entries[name][0].name} and {path.name}")
             entries[name] = (path, entry)
+    found: dict[str, list[Piece]] = {name: [] for name in shapes}
+    for parameter, tensor, start, shape in file_pieces(architecture):
+        if parameter in entries and tensor != parameter:  # stacked in the file, too
+            tensor, start, shape = parameter, (0,) * len(start), shapes[parameter]
+            if found[parameter]:
+                continue
+        if tensor not in entries:
+            raise ValueError(f"{folder} must hold the tensor {tensor}, got files without it")
+        path, entry = entries[tensor]
+        expected = shape[len(shape) - len(entry.shape) :] if shape[0] == 1 else shape
+        if entry.shape != expected:
+            raise ValueError(
+                f"{tensor} in {path} must have shape {expected} as config.json says, got "
+                f"{entry.shape}"
+            )
+        if entry.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{tensor} in {path} must be one of {', '.join(WEIGHT_DTYPES)}, got {entry.dtype}"
+            )
+        found[parameter].append(Piece(path, tensor, start, shape))
+    used = {piece.name for pieces in found.values() for piece in pieces}
     ignored = {HEAD} if architecture.tie_embeddings else set()
-    extra = [
-        name
-        for name in entries.keys() - expected.keys() - ignored
-        if not name.endswith(IGNORED_SUFFIX)
-    ]
+    extra = [name for name in entries.keys() - used - ignored if not name.endswith(IGNORED_SUFFIX)]
     if extra:
         raise ValueError(
             f"{folder} must hold only the tensors that its config.json implies, got {min(extra)} "
             f"({len(extra)} such tensors)"
         )
-    for name, shape in expected.items():
-        if name not in entries:
-            raise ValueError(f"{folder} must hold the tensor {name}, got files without it")
-        path, entry = entries[name]
-        if entry.shape != shape:
-            raise ValueError(
-                f"{name} in {path} must have shape {shape} as config.json says, got {entry.shape}"
-            )
-        if entry.dtype not in WEIGHT_DTYPES:
-            raise ValueError(
-                f"{name} in {path} must be one of {', '.join(WEIGHT_DTYPES)}, got {entry.dtype}"
-            )
-    return {name: entries[name][0] for name in expected}
+    return {name: tuple(pieces) for name, pieces in found.items()}

@@ -7,6 +7,8 @@ s. The kernel may read the whole file for that, into a cache that the ranks of a
 Importing this and reading a header do not import torch, because the controller's process checks
 checkpoints before any other process starts."""
 
+from __future__ import annotations
+
 import functools
 import json
 import logging
@@ -34,6 +36,21 @@ FileBox = tuple[Sequence[int], "torch.Tensor"]
 """The index of a tensor where a box begins, and memory of the box's shape."""
 
 
+class Piece(NamedTuple):
+    """The tensor `name` of a file, which holds a box of a parameter: its first index in that, and
+    its shape there, which may have ones in front that the tensor lacks."""
+
+    path: Path
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def whole(path: Path, name: str, shape: tuple[int, ...]) -> tuple[Piece]:
+    """Return the pieces of a parameter that is one tensor of a file."""
+    return (Piece(path, name, (0,) * len(shape), shape),)
+
+
 class TensorEntry(NamedTuple):
     """A tensor's entry in a header; `dtype` in the format's spelling."""
 
@@ -54,21 +71,42 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         }
 
 
-def read_boxes(files: Mapping[str, Path], boxes: Callable[[str], Iterable[FileBox]]) -> None:
-    """Fill the boxes of each tensor in `files` (name -> its file), casting.
+def read_boxes(
+    parameters: Mapping[str, Iterable[Piece]], boxes: Callable[[str], Iterable[FileBox]]
+) -> None:
+    """Fill the boxes of each of `parameters` from its pieces, casting. Each file is opened once.
 
     Raises ValueError like `read_header`, or if a box holds a number that is not finite."""
-    for path in dict.fromkeys(files.values()):
+    by_file: dict[Path, list[tuple[str, Piece]]] = {}
+    for name, pieces in parameters.items():
+        for piece in pieces:
+            by_file.setdefault(piece.path, []).append((name, piece))
+    wanted = {name: [*boxes(name)] for name in parameters}
+    for path, found in by_file.items():
         with _open(path, "pt") as file:
-            for name in (name for name in files if files[name] == path):
-                for start, target in boxes(name):
-                    stop = (a + size for a, size in zip(start, target.shape, strict=True))
-                    target.copy_(file.get_slice(name)[tuple(map(slice, start, stop))])
-                    # A sum is cheap, and finite numbers may still overflow it.
-                    if not target.sum().isfinite() and not target.isfinite().all():
-                        raise ValueError(
-                            f"{name} in {path} must hold finite numbers, got NaN or inf"
-                        )
+            for name, piece in found:
+                for start, target in wanted[name]:
+                    _read(file, piece, start, target)
+
+
+def _read(file: safe_open, piece: Piece, start: Sequence[int], target: torch.Tensor) -> None:
+    """Copy what is both in `piece` and in the box `target`, which begins at `start`."""
+    of_file, of_target = [], []
+    for first, size, begin, extent in zip(
+        piece.start, piece.shape, start, target.shape, strict=True
+    ):
+        low, high = max(first, begin), min(first + size, begin + extent)
+        if low >= high:
+            return
+        of_file.append(slice(low - first, high - first))
+        of_target.append(slice(low - begin, high - begin))
+    source = file.get_slice(piece.name)
+    num_ones = len(piece.shape) - len(source.get_shape())
+    part = target[tuple(of_target)]
+    part.copy_(source[tuple(of_file[num_ones:])])
+    # A sum is cheap, and finite numbers may still overflow it.
+    if not part.sum().isfinite() and not part.isfinite().all():
+        raise ValueError(f"{piece.name} in {piece.path} must hold finite numbers, got NaN or inf")
 
 
 def have_equal_bytes(path: Path, name: str, other_path: Path, other: str) -> bool:

@@ -1,5 +1,5 @@
-"""The interface of a model for trainer and reference, and the decoder of Llama 3, Qwen2.5 and Qwen3
-(dense), on packed rollouts.
+"""The interface of a model for trainer and reference, and the decoder of Llama 3, Qwen2.5, Qwen3
+and mixtures of experts, on packed rollouts.
 
 Sharding, optimizer, checkpoints, export and publishing work on the interface alone. Parameters have
 the names and shapes of the Hugging Face layout, so none of these needs a map of names."""
@@ -18,6 +18,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from llamarl.core.device.devices import send
 from llamarl.model.architecture import LINEARS, Architecture
 from llamarl.model.attention import ModelInputs, Packing, make_packing, packed_attention
+from llamarl.model.experts import (
+    LayerRouting,
+    RoutingStats,
+    SparseFeedForward,
+    routing_of,
+    stats_of,
+)
 from llamarl.model.head import TokenStats, token_stats
 
 if TYPE_CHECKING:  # it imports distributed tensors, which take a second; a generator needs none
@@ -31,10 +38,12 @@ KEPT = [
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._grouped_mm.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 ]
-"""The operations whose results selective checkpointing keeps: matrix products, attention, and
-tensor parallelism's sums."""
+"""The operations whose results selective checkpointing keeps: matrix products, attention, tensor
+parallelism's sums, and tokens that came from other expert-parallel ranks."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """The cos and sin, float32 [N, 1, head_dim / 2], of the N tokens at hand."""
@@ -46,10 +55,14 @@ class TrainedModel(nn.Module, ABC):
 
     Its `named_parameters` have the names and shapes of the checkpoint's tensors, and of adapters if
     it has any; `adapters` switches these off and on. With tensor parallelism over
-    `num_tensor_ranks` it computes a multiple of as many tokens."""
+    `num_tensor_ranks` it computes a multiple of as many tokens. A backward pass adds the gradient
+    of the load-balancing loss, times `aux_loss_coefficient` and the number of tokens whose
+    log-probs were asked for, so that dividing by all of those leaves a mean."""
 
     adapters: "AdapterSwitch | None" = None
     num_tensor_ranks = 1
+    routing_stats: RoutingStats | None = None  # of the last pass, if there are experts
+    aux_loss_coefficient = 0.0
 
     @property
     def root(self) -> nn.Module:
@@ -95,8 +108,9 @@ class Transformer(TrainedModel):
 
     def forward(self, inputs: ModelInputs, temperature: float) -> TokenStats:
         """See TrainedModel. Raises ValueError if the packing is of another number of tokens."""
-        hidden = self.hidden_states(inputs.token_ids, inputs.packing)
         weight, targets, chosen = self.head_weight, inputs.targets, inputs.chosen
+        aux_weight = self.aux_loss_coefficient * len(targets if chosen is None else chosen)
+        hidden = self.hidden_states(inputs.token_ids, inputs.packing, inputs.experts, aux_weight)
         if self.num_tensor_ranks == 1:
             return token_stats(hidden, weight, targets, temperature, chosen=chosen)
         from torch.distributed.tensor import DTensor  # takes half a second, which a generator saves
@@ -105,8 +119,15 @@ class Transformer(TrainedModel):
         group = weight.device_mesh.get_group()
         return token_stats(hidden, weight.to_local(), targets, temperature, group, chosen)
 
-    def hidden_states(self, token_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """Return the final normalised states [N, hidden_size] of packed rollouts."""
+    def hidden_states(
+        self,
+        token_ids: torch.Tensor,
+        packing: Packing,
+        experts: torch.Tensor | None = None,
+        aux_weight: float = 0.0,
+    ) -> torch.Tensor:
+        """Return the final normalised states [N, hidden_size] of packed rollouts, whose tokens go
+        to these `experts` (see ModelInputs)."""
         num_tokens = len(token_ids)
         num_added = -num_tokens % self.num_tensor_ranks
         if len(packing.positions) != num_tokens + num_added:
@@ -114,16 +135,43 @@ class Transformer(TrainedModel):
                 f"packing must be of {num_tokens + num_added} tokens for {num_tokens} token ids, "
                 f"got {len(packing.positions)}"
             )
+        num_sparse, routing = len(self.architecture.sparse_layers), list[LayerRouting]()
+        if num_sparse:
+            num_real = num_tokens
+            if self.num_tensor_ranks > 1:
+                experts, num_real = self._share(experts, num_tokens, num_added)
+            routing = routing_of(num_sparse, experts, num_real, aux_weight)
         if self.num_tensor_ranks == 1:
-            return self.model(token_ids, packing)
+            hidden = self.model(token_ids, packing, routing)
+            self.routing_stats = stats_of(routing) if routing else None
+            return hidden
         from torch.distributed.tensor import DTensor, Partial
 
         if num_added:  # as a rollout of its own, whose states are dropped
             token_ids = F.pad(token_ids, (0, num_added))
-        hidden = self.model(token_ids, packing)
+        hidden = self.model(token_ids, packing, routing)
+        self.routing_stats = stats_of(routing) if routing else None
         assert isinstance(hidden, DTensor)
         # In the head each rank has the gradient of its part of the vocabulary; these are summed.
         return hidden.full_tensor(grad_placements=[Partial()])[:num_tokens]
+
+    def _share(
+        self, experts: torch.Tensor | None, num_tokens: int, num_added: int
+    ) -> tuple[torch.Tensor | None, int]:
+        """Return the experts of this tensor-parallel rank's tokens, and how many of these are no
+        padding."""
+        from torch.distributed.tensor import DTensor
+
+        weight = self.head_weight
+        assert isinstance(weight, DTensor)
+        size = (num_tokens + num_added) // self.num_tensor_ranks
+        first = weight.device_mesh.get_local_rank() * size
+        num_real = min(max(num_tokens - first, 0), size)
+        if experts is not None:
+            padding = torch.arange(experts.shape[2], device=experts.device, dtype=experts.dtype)
+            padded = (experts, padding.expand(num_added, *experts.shape[1:]))
+            experts = torch.cat(padded)[first : first + size]
+        return experts, num_real
 
     def logits(self, token_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Return all logits [N, vocab_size] at once of rollouts of these lengths: for tests and
@@ -153,16 +201,22 @@ class DecoderStack(nn.Module):
         super().__init__()
         self.architecture = architecture
         self.embed_tokens = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
-        self.layers = nn.ModuleList(Layer(architecture) for _ in range(architecture.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(architecture, is_sparse=i in architecture.sparse_layers)
+            for i in range(architecture.num_layers)
+        )
         self.norm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
         self._tables: Rotation | None = None
 
-    def forward(self, token_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
-        """Map [N] token ids to [N, hidden_size]."""
+    def forward(
+        self, token_ids: torch.Tensor, packing: Packing, routing: Sequence[LayerRouting] = ()
+    ) -> torch.Tensor:
+        """Map [N] token ids to [N, hidden_size]; `routing` is of the layers with experts."""
         rotation = self._rotation(packing)
         x = self.embed_tokens(token_ids)
+        left = iter(routing)
         for layer in self.layers:
-            x = layer(x, rotation, packing)
+            x = layer(x, rotation, packing, next(left) if layer.is_sparse else None)
         return self.norm(x)
 
     def _rotation(self, packing: Packing) -> Rotation:
@@ -183,28 +237,41 @@ class Layer(nn.Module):
 
     `checkpointing` says what its backward pass recomputes (see TrainerConfig). It is applied inside
     the module, below FSDP's hooks, so recomputing gathers no weights. `run` is the computation,
-    which may be replaced by a compiled one.
+    which may be replaced by a compiled one. `around` may take the place of `recomputed`, which it
+    calls.
     """
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, *, is_sparse: bool = False) -> None:
         super().__init__()
         self.checkpointing = "none"
-        self.run: Callable[[torch.Tensor, Rotation, Packing], torch.Tensor] = self._run
+        self.around: nn.Module | None = None
+        self.is_sparse = is_sparse
+        self.run: Callable[..., torch.Tensor] = self._run
         self.input_layernorm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
         self.self_attn = Attention(architecture)
         self.post_attention_layernorm = RMSNorm(architecture.hidden_size, architecture.norm_eps)
-        self.mlp = FeedForward(architecture)
+        self.mlp = SparseFeedForward(architecture) if is_sparse else FeedForward(architecture)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
-        """Map [N, hidden_size] to [N, hidden_size]; with tensor parallelism, this rank's N
-        tokens."""
-        out = recomputed(self.checkpointing, self.run, x, rotation, packing)
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        packing: Packing,
+        routing: LayerRouting | None = None,
+    ) -> torch.Tensor:
+        """Map [N, hidden_size] to [N, hidden_size]; with tensor parallelism, this rank's N tokens.
+        A layer with experts gets their `routing`."""
+        run = recomputed if self.around is None else self.around
+        out = run(self.checkpointing, self.run, x, rotation, packing, routing)
         assert isinstance(out, torch.Tensor)
         return out
 
-    def _run(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
+    def _run(
+        self, x: torch.Tensor, rotation: Rotation, packing: Packing, routing: LayerRouting | None
+    ) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, packing)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        h = self.post_attention_layernorm(x)
+        return x + (self.mlp(h, routing) if self.is_sparse else self.mlp(h))
 
 
 def recomputed(checkpointing: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -235,18 +302,23 @@ class Attention(nn.Module):
         self.k_proj = _linear(architecture, "self_attn.k_proj")
         self.v_proj = _linear(architecture, "self_attn.v_proj")
         self.o_proj = _linear(architecture, "self_attn.o_proj")
-        norm = partial(RMSNorm, self.head_dim, architecture.norm_eps)
-        self.q_norm = norm() if architecture.qk_norm else None
-        self.k_norm = norm() if architecture.qk_norm else None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        self.norms_all_heads = architecture.norms_all_heads
+        if architecture.qk_norm:
+            sizes = (self.head_dim, self.head_dim)
+            if self.norms_all_heads:
+                sizes = (architecture.size("queries"), architecture.size("keys"))
+            self.q_norm, self.k_norm = (RMSNorm(size, architecture.norm_eps) for size in sizes)
         self.attend = packed_attention
 
     def forward(self, x: torch.Tensor, rotation: Rotation, packing: Packing) -> torch.Tensor:
         """Map [N, hidden_size] to [N, hidden_size]."""
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None and self.norms_all_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_all_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
         return self.o_proj(self.attend(q, k, v, packing).flatten(1))

@@ -164,6 +164,7 @@ def _is_dated(path: Path) -> bool:
 
 EOS = "eos_token_ids"  # of an architecture: they change no tensor, and may differ
 SHAPES = "shapes"  # of an architecture: a checkpoint's tensors show them
+OF_EXPERTS = "experts", "norms_all_heads"  # of an architecture: left out where a model has none
 PROMPTS = "data.prompts"
 
 log = logging.getLogger(__name__)
@@ -304,8 +305,9 @@ def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     their order (to which the saved position and open prompts refer), the optimizer, and what the
     model's tensors do not show.
     """
-    architecture = asdict(inputs.architecture)
-    sizes = {name: value for name, value in architecture.items() if name not in (EOS, SHAPES)}
+    architecture = json.loads(json.dumps(asdict(inputs.architecture)))
+    left_out = {EOS, SHAPES, *(name for name in OF_EXPERTS if not architecture.get(name))}
+    sizes = {name: value for name, value in architecture.items() if name not in left_out}
     return {
         "seed": config.seed,
         "data.shuffle": config.data.shuffle,

@@ -54,7 +54,10 @@ def test_logits_equal_the_librarys(references: Callable[[str], Reference], case:
     assert relative_error(model.logits(token_ids(), LENGTHS), expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["llama32", "qwen25", "qwen3"])
+SPARSE = ("qwen3_moe", "qwen3_moe_tied", "mixtral", "olmoe")
+
+
+@pytest.mark.parametrize("case", ["llama32", "qwen25", "qwen3", *SPARSE])
 def test_stats_and_gradients_are_theirs(references: Callable[[str], Reference], case: str) -> None:
     folder, _, reference = references(case)
     model, ids, temperature = load(folder), token_ids(), 0.7

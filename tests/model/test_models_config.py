@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import math
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 
 from llamarl.cli.reports import models
-from llamarl.model.architecture import FAMILIES, RopeScaling, read_architecture
-from llamarl.model.inventory import parameter_shapes
+from llamarl.model.architecture import FAMILIES, ExpertSizes, RopeScaling, read_architecture
+from llamarl.model.inventory import active_sizes, parameter_shapes
 from tests.hub_server import Hub
 from tests.places import CHECKPOINT, ROOT
 from tests.recipe.hub_client import client_of_hub
@@ -46,6 +47,52 @@ QWEN_3 = {  # Qwen3 0.6B
 }
 
 
+QWEN_3_MOE = {  # Qwen3 30B-A3B
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL = {  # 8x7B
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+
+
 def write(folder: Path, values: dict[str, Any], **changes: Any) -> Path:
     """`values` with `changes`; a change to ... leaves the key out."""
     merged = {key: value for key, value in (values | changes).items() if value is not ...}
@@ -66,6 +113,40 @@ def test_published_files_are_read(tmp_path: Path) -> None:
     qwen3 = read_architecture(write(tmp_path, QWEN_3))
     assert (qwen3.head_dim, qwen3.attention_bias, qwen3.qk_norm) == (128, False, True)
     assert (qwen3.rope_scaling, qwen3.tie_embeddings) == (None, True)
+
+
+def test_published_mixtures_of_experts_are_read(tmp_path: Path) -> None:
+    def num_parameters() -> int:
+        return sum(map(math.prod, parameter_shapes(architecture).values()))
+
+    def num_active() -> int:
+        layers = range(architecture.num_layers)
+        num_vocabulary = 2 * architecture.vocab_size * architecture.hidden_size
+        sizes = (sum(active_sizes(architecture, layer).values()) for layer in layers)
+        return num_vocabulary + architecture.hidden_size + sum(sizes)
+
+    architecture = read_architecture(write(tmp_path, QWEN_3_MOE))
+    assert (num_parameters(), num_active()) == (30_532_122_624, 3_353_032_704)
+    assert architecture.sparse_layers == tuple(range(48))
+    sizes = architecture.experts
+    assert sizes == ExpertSizes(
+        num_experts=128, num_chosen=8, intermediate_size=768, normalized=True
+    )
+    assert read_architecture(write(tmp_path, QWEN_3_MOE | {"norm_topk_prob": False})).experts == (
+        dataclasses.replace(sizes, normalized=False)
+    )
+    renamed = QWEN_3_MOE | {"num_local_experts": 128}  # as transformers 5 writes it
+    del renamed["num_experts"]
+    assert read_architecture(write(tmp_path, renamed)) == architecture
+    some = read_architecture(
+        write(tmp_path, QWEN_3_MOE | {"mlp_only_layers": [3], "decoder_sparse_step": 2})
+    )
+    assert some.sparse_layers == tuple(i for i in range(48) if i % 2 and i != 3)
+    architecture = read_architecture(write(tmp_path, MIXTRAL))
+    assert (num_parameters(), num_active()) == (46_702_792_704, 12_879_925_248)
+    mixtral = architecture.experts
+    assert mixtral is not None
+    assert (mixtral.intermediate_size, mixtral.normalized) == (14336, True)
 
 
 def test_old_and_new_spelling_mean_the_same(tmp_path: Path) -> None:
@@ -97,7 +178,7 @@ def test_the_ends_of_a_sequence_come_from_both_files(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "other model": (LLAMA_3_1, {"model_type": "mixtral"}, "model_type .* one of llama, qwen2"),
+    "other model": (LLAMA_3_1, {"model_type": "gpt2"}, "model_type .* one of llama, qwen2"),
     "no model type": (LLAMA_3_1, {"model_type": ...}, "model_type .* got None"),
     "strange model type": (LLAMA_3_1, {"model_type": ["llama"]}, "model_type .* one of"),
     "other head": (
@@ -105,7 +186,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"architectures": ["Qwen3ForSequenceClassification"]},
         "architectures .* must be",
     ),
-    "experts": (QWEN_3, {"num_experts": 8}, "num_experts .* only dense models"),
+    "experts": (QWEN_3, {"num_experts": 8}, "num_experts .* be absent of a dense qwen3"),
+    "more choices than experts": (
+        QWEN_3_MOE,
+        {"num_experts_per_tok": 129},
+        "num_experts_per_tok .* be at most num_experts, 128, got 129",
+    ),
+    "no choice": (QWEN_3_MOE, {"num_experts_per_tok": 0}, "num_experts_per_tok .* from 1"),
+    "dense layers as text": (QWEN_3_MOE, {"mlp_only_layers": "2"}, "mlp_only_layers .* list"),
     "quantised": (
         LLAMA_3_1,
         {"quantization_config": {"quant_method": "fp8"}},

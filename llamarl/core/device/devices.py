@@ -28,6 +28,7 @@ class MetaPlatform(Platform):
     def __init__(self, another: Platform) -> None:
         self.num_logits, self.num_tiled = another.num_logits, another.num_tiled
         self.has_wide_mm = another.has_wide_mm
+        self.has_grouped_mm = another.has_grouped_mm
         self.has_grouped_attention = another.has_grouped_attention  # type: ignore[method-assign]
 
     def send(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -82,13 +82,15 @@ class Platform:
     on at once, `num_tiled` that of code which quantises or multiplies with quantised matrices;
     `tile_bytes` is what a publish copies at once, `summed_bytes` what it only sums at once,
     `max_sums` the number of segment sums that it keeps until they are multiplied, for each set of
-    keys. `has_wide_mm`: products of 16-bit matrices may give float32.
+    keys. `has_wide_mm`: products of 16-bit matrices may give float32. `has_grouped_mm`: one
+    operation multiplies consecutive rows with different matrices.
     """
 
     kind = "cpu"
     backend = host_backend = "gloo"
     runs_ahead = False
     has_wide_mm = False
+    has_grouped_mm = False
     num_logits = 2**24  # 64 MiB in float32
     num_tiled = 1 << 19  # fits the second-level cache of a core
     tile_bytes = 1 << 19  # stays in a core's cache while it is cast, copied and summed
@@ -228,6 +230,7 @@ class Accelerator(Platform):
 
     runs_ahead = True
     has_wide_mm = True
+    has_grouped_mm = True
     num_logits = 2**27  # 512 MiB: each chunk reads the whole head
     num_tiled = 1 << 24  # 32 MiB fit a GPU's second-level cache
     tile_bytes = 1 << 24  # a kernel launch costs as much as 30 MB of reading
