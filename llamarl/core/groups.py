@@ -112,10 +112,12 @@ class Batch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """The metrics of the step that made `version`, reduced over trainer ranks: `scalars` by metric
-    name."""
+    name. `expert_loads` has, of each layer with experts, the tokens of each expert over those that
+    it would have if all had as many."""
 
     version: int
     scalars: dict[str, float]
+    expert_loads: tuple[float, ...] = ()
 
 
 class Share(NamedTuple):

@@ -134,6 +134,7 @@ REF_LOGPROBS = "ref_logprobs"  # float32 [T]
 TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was trained
 PROXIMAL_LOGPROBS = "proximal_logprobs"  # float32 [T], log pi before the first step of the batch
 PROMPT_ID = "prompt_id"  # float64 [1]
+ROUTED_EXPERTS = "routed_experts"  # uint8, of all tokens but the last (model/experts.py)
 LOSS_WEIGHTS = "loss_weights"  # uint8 [T], 1 for a trained token, of rollouts that are kept
 CLIPPED = "clipped"  # uint8 [T], 1 for a trained token that the loss clipped, likewise
 TURNS = "turns"  # uint8, JSON: `episode.turns_of`, perhaps after an OPENING, of recorded rollouts

@@ -32,6 +32,7 @@ Texts = dict[str, str]
 StepMetrics = tuple[Scalars, Histograms, Texts]
 
 STALENESS_HISTOGRAM = "staleness/tokens"
+EXPERT_LOADS = "experts/load"
 MAX_VALUES = 32  # of a histogram; more are counted in this many equal ranges
 TRAINED_TOKENS = "tokens/trained"
 TOKENS_PER_S, STEP_S = "tokens/per_s", "time/step_s"
@@ -123,6 +124,8 @@ def step_scalars(
         "reward/values": count_values(rewards[~np.isnan(rewards)].tolist()),
         "length/tokens": count_values(lengths),
     }
+    if stats.expert_loads:
+        histograms[EXPERT_LOADS] = count_values(stats.expert_loads)
     return scalars, histograms, {"rollouts": samples} if samples else {}
 
 

@@ -122,6 +122,12 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "agree.",
     "trained/ratio_max": "Largest pi/mu of a trained token.",
     "trained/clipped_share": "Share of trained tokens whose ratio was clipped.",
+    "experts/busiest_share": "Share of the choices of a layer's routers that its busiest expert "
+    "has; mean over the layers with experts.",
+    "experts/router_entropy": "Entropy of the routers' probabilities per token in nats; mean over "
+    "the layers with experts.",
+    "experts/moved_share": "Share of the generator's recorded choices of experts that the "
+    "trainer's routers would not have made; 0 without routing replay.",
     "trained/kl_generator": "KL divergence between generator and trainer, per trained token, in "
     "nats.",
     "trained/kl_reference": "The KL penalty's estimate per trained token against the frozen model, "

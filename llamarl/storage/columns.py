@@ -25,6 +25,7 @@ from llamarl.core.records import (
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
+    ROUTED_EXPERTS,
     SAMPLING,
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
@@ -33,12 +34,14 @@ from llamarl.core.records import (
 )
 
 NUMBER, RESPONSE, PROMPT, FIXED, TEXT = "number", "response", "prompt", "fixed", "text"
+BYTES = "bytes"
 LENGTHS = {
     NUMBER: "one number per rollout",
     RESPONSE: "one entry per response token",
     PROMPT: "one entry per prompt token",
     FIXED: "as many entries in each rollout",
     TEXT: "UTF-8, one entry per byte",
+    BYTES: "bytes, as many for each token that the model read",
 }
 DTYPES = ("float64", "float32", "int64", "int32", "uint8")
 NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -81,6 +84,7 @@ COLUMNS = {
         Column(RESPONSE_IDS, "int32", RESPONSE),
         Column(GENERATOR_LOGPROBS, "float32", RESPONSE),
         Column(TOKEN_VERSIONS, "int32", RESPONSE),
+        Column(ROUTED_EXPERTS, "uint8", BYTES),
         Column(SAMPLING, "float64", FIXED),
         Column(REWARD),
         Column(EPISODE_REWARD),

@@ -11,11 +11,12 @@ Rules for what the meta device cannot know:
 - Attention. A CPU runs `flash_cpu`. CUDA runs `flash` on bfloat16 and `efficient` on float32. The
   same kernel runs on the meta device.
 - Head. In bfloat16 a CPU widens the head's weight to float32, which meta tensors do not.
+- Experts. Each rank is taken to get as many tokens from others as it sends to them.
 - Padding. Attention pads rollouts of one block to its longest (model/attention.py), so memory
   depends on their lengths. The worst packing counts: twice as many cells as tokens."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -38,8 +39,9 @@ from llamarl.model.adapter_inventory import adapter_shapes
 from llamarl.model.adapters import attach
 from llamarl.model.architecture import Architecture
 from llamarl.model.attention import SPLIT_RATIO, ModelInputs, make_packing, packed_attention
+from llamarl.model.experts import TokenExchange
 from llamarl.model.transformer import Layer, Transformer
-from llamarl.trainer.parallel import split
+from llamarl.trainer.parallel import sparse_blocks, split
 
 META = torch.device("meta")
 MOST_TOKENS = 1 << 16  # passed through a block; from there on memory grows in a straight line
@@ -121,13 +123,17 @@ def _measure_all(
     longest = config.generator.max_model_len - 1  # the last token is not fed
     kernel = "flash" if trainer.compute_dtype == "bfloat16" else "efficient"
     kernel = "flash_cpu" if trainer.device == CPU else kernel
+    num_layers, experts = 2 if is_trained else 1, architecture.experts
+    if experts is not None:  # of a layer with them, as they take more
+        experts = replace(experts, dense_layers=())
     return [
         _measure(
-            replace(architecture, num_layers=2 if is_trained else 1),
+            replace(architecture, num_layers=num_layers, experts=experts),
             lengths,
             trainer.compute_dtype,
             trainer.activation_checkpointing,
             trainer.tensor_parallel,
+            trainer.expert_parallel,
             kernel,
             is_trained,
             (trainer.lora.rank, trainer.lora.dropout, *trainer.lora.targets),
@@ -187,6 +193,7 @@ def _measure(
     compute_dtype: str,
     checkpointing: str,
     num_tensor_ranks: int,
+    num_expert_ranks: int,
     kernel: str,
     is_trained: bool,
     adapters: tuple[Any, ...],
@@ -200,6 +207,11 @@ def _measure(
             model = Transformer(architecture).to(getattr(torch, compute_dtype))
         if mesh is not None:
             split(model, mesh)
+        for block in sparse_blocks(model) if num_expert_ranks > 1 else ():
+            block.experts.exchange = EvenExchange(num_expert_ranks)
+            for name, parameter in [*block.experts.named_parameters()]:
+                own = parameter.detach()[: len(parameter) // num_expert_ranks].clone()
+                setattr(block.experts, name, nn.Parameter(own))
         if lora.is_used:
             attach(model, adapter_shapes(architecture, lora), lora, mesh)
             model.to(getattr(torch, compute_dtype))
@@ -238,6 +250,22 @@ def _measure(
         head_peak, layers_peak, *rest = peaks
         embedding_peak = rest[0] if rest else 0
         return _Measured(saved, ends[1] - ends[0], head_peak, layers_peak, embedding_peak)
+
+
+class EvenExchange(TokenExchange):
+    """An exchange on the meta device in which each rank gets as many rows as it sends."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def announce(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts.clone()
+
+    def splits(self, counts: torch.Tensor, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
+        return [], []
+
+    def send(self, x: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        return x.clone()
 
 
 def fullest_packings(num_tokens: int, longest: int) -> list[tuple[int, ...]]:

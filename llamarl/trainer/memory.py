@@ -22,14 +22,14 @@ from llamarl.core.device.devices import platform_of
 from llamarl.core.device.hardware import Kinds
 from llamarl.core.records import INFER
 from llamarl.model.adapter_inventory import adapter_shapes, trained_shapes
-from llamarl.model.architecture import NO_MODELS, Architecture, FrozenModels
+from llamarl.model.architecture import NO_MODELS, Architecture, FrozenModels, is_stacked
 from llamarl.model.inventory import parameter_shapes
 from llamarl.publish.layout import KEPT_BYTES, MESSAGE_BYTES, RankLayout
 from llamarl.publish.reshard import DTYPE_BYTES
 from llamarl.publish.shards import Shape, one_box, rank_layout
 from llamarl.publish.transports.routes import TRANSPORTS
 from llamarl.trainer.activations import forecast_activations, forecast_inference
-from llamarl.trainer.parallel import mesh_shape, parameter_placements
+from llamarl.trainer.parallel import mesh_shape, parameter_mesh_shape, parameter_placements
 
 
 def trainer_layouts(config: Config, architecture: Architecture) -> list[RankLayout]:
@@ -61,10 +61,10 @@ def _local_boxes(
     config: Config, architecture: Architecture, rank: int
 ) -> Iterator[tuple[str, Shape, Shape, Shape]]:
     """Yield (name, shape, shape of the trainer rank's box, its first index) of each parameter."""
-    mesh = tuple(mesh_shape(config.trainer).values())
-    place = tuple(map(int, np.unravel_index(rank, mesh)))  # meshes count row after row
     shapes = parameter_shapes(architecture) | adapter_shapes(architecture, config.trainer.lora)
     for name, placements in parameter_placements(architecture, config.trainer).items():
+        mesh = tuple(parameter_mesh_shape(name, config.trainer).values())
+        place = tuple(map(int, np.unravel_index(rank, mesh)))  # meshes count row after row
         yield name, shapes[name], *local_box(shapes[name], mesh, place, placements)
 
 
@@ -100,7 +100,6 @@ def _local_box(
 
 MASTER_BYTES = 4  # of a float32 master weight, gradient or moment
 QUANTISED_BYTES = 8  # of an element of a tile in all its forms, while it is quantised
-LAYER = "model.layers.0."
 ANY_LAYER = "model.layers."
 
 STAGE = "stage "  # before its name: the kind of memory that its frozen model takes
@@ -220,15 +219,20 @@ def group_elements(
     is_split = "tensor" in mesh_shape(trainer)
     placements = parameter_placements(architecture, trainer)
     shapes = parameter_shapes(architecture) | adapter_shapes(architecture, trainer.lora)
+    # Of all layers one with experts is the largest.
+    prefix = f"{ANY_LAYER}{min(architecture.sparse_layers, default=0)}."
     for name, shape in shapes.items():
         if names is not None and name not in names:
             continue
-        if name.startswith(ANY_LAYER) and not name.startswith(LAYER):
+        if name.startswith(ANY_LAYER) and not name.startswith(prefix):
+            continue
+        if is_stacked(name):
+            found["layer"] += math.prod(shape) // trainer.expert_parallel
             continue
         tensor = placements[name][-1] if is_split else Replicate()
         size, _ = local_box(shape, (trainer.tensor_parallel,), (0,), (tensor,))
         rows = -(-size[0] // trainer.num_shard_ranks) * trainer.num_shard_ranks  # FSDP pads
-        found["layer" if name.startswith(LAYER) else "rest"] += rows * math.prod(size[1:])
+        found["layer" if name.startswith(prefix) else "rest"] += rows * math.prod(size[1:])
     return found["layer"], found["rest"]
 
 

@@ -21,6 +21,7 @@ from llamarl.core.records import (
     PROXIMAL_LOGPROBS,
     REF_LOGPROBS,
     RESPONSE_IDS,
+    ROUTED_EXPERTS,
     SAMPLING,
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
@@ -29,10 +30,12 @@ from llamarl.core.records import (
     finish_reason,
 )
 from llamarl.model.attention import ModelInputs, make_packing
-from llamarl.model.transformer import TrainedModel
+from llamarl.model.experts import read_cell
+from llamarl.model.transformer import TrainedModel, Transformer
 from llamarl.trainer.loss_inputs import LossInputs, TokenLoss
 from llamarl.trainer.policy import Policy
 from llamarl.trainer.policy_loss import LossMetrics, interpolated, policy_loss, share_of_way
+from llamarl.trainer.routing import RoutingTotals
 from llamarl.trainer.specs import TrainerSpec
 
 
@@ -49,7 +52,8 @@ class MicroBatch(ModelInputs):
 
 def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> MicroBatch:
     """Pack the rollouts at `indices` of `columns` (each P >= 1 prompt, L >= 1 response tokens), in
-    host memory; `multiple` as in `make_packing`.
+    host memory; `multiple` as in `make_packing`. Their ROUTED_EXPERTS, if they are there, are as
+    `read_records` returns them.
 
     Without rollouts it is one fed token and no response: a rank without work still takes part in
     the collectives of a forward."""
@@ -66,6 +70,7 @@ def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> 
     responses = [columns[RESPONSE_IDS][i] for i in indices]
     whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
     lengths = tuple(len(ids) - 1 for ids in whole)
+    records = [columns[ROUTED_EXPERTS][i] for i in indices] if ROUTED_EXPERTS in columns else []
     ends = zip(accumulate(lengths), responses, strict=True)
     response = [np.arange(end - len(ids), end) for end, ids in ends]
     return MicroBatch(
@@ -73,6 +78,7 @@ def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> 
         targets=packed([ids[1:] for ids in whole], np.int64),
         packing=make_packing(lengths, multiple),
         chosen=packed(response, np.int64),
+        experts=torch.from_numpy(np.concatenate(records)) if records else None,
         response_lengths=tuple(len(ids) for ids in responses),
     )
 
@@ -80,6 +86,18 @@ def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> 
 def packed(parts: Sequence[np.ndarray], dtype: type = np.float32) -> torch.Tensor:
     """Return the per-token numbers of several rollouts, one after another: [T], in host memory."""
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype))
+
+
+def read_records(columns: Columns, model: TrainedModel) -> Columns:
+    """Return the columns with ROUTED_EXPERTS, if it is among them, as arrays [P + L - 1, layers,
+    k]. Raises ValueError for a record that is not of this model."""
+    if ROUTED_EXPERTS not in columns:
+        return columns
+    assert isinstance(model, Transformer)
+    lengths = map(len, map(np.append, columns[PROMPT_IDS], columns[RESPONSE_IDS]))
+    pairs = zip(columns[ROUTED_EXPERTS], lengths, strict=True)
+    records = [read_cell(cell, length - 1, model.architecture) for cell, length in pairs]
+    return columns | {ROUTED_EXPERTS: records}
 
 
 WAY = "way"  # no column of storage: `share_of_way` of each token
@@ -94,6 +112,7 @@ def infer(
     device: torch.device,
 ) -> dict[int, np.ndarray]:
     """Return log pi of each response, float32, by its place in `columns`."""
+    columns = read_records(columns, model)
     found: list[tuple[Sequence[int], tuple[int, ...], Arrival]] = []
     for indices in micro_batches:
         fed = send(micro_batch(columns, indices, model.num_tensor_ranks), device)
@@ -106,7 +125,8 @@ def infer(
 
 
 class Passes:
-    """Runs `policy` at the sampling temperature; `loss_metrics` sums the statistics of a step.
+    """Runs `policy` at the sampling temperature; `loss_metrics` sums the statistics of a step,
+    `routing` those of its routers.
 
     Between the first operation of a micro-batch and the end of `accumulate` the host never waits
     for the device."""
@@ -114,7 +134,7 @@ class Passes:
     def __init__(
         self, policy: Policy, device: torch.device, spec: TrainerSpec, token_loss: TokenLoss
     ) -> None:
-        self.loss_metrics = LossMetrics()
+        self.loss_metrics, self.routing = LossMetrics(), RoutingTotals()
         self._policy, self._device, self._token_loss = policy, device, token_loss
         self._algorithm, self._temperature = spec.algorithm, spec.sampling.temperature
         has_reference, runs = spec.algorithm.has_reference, spec.algorithm.runs_reference
@@ -136,6 +156,7 @@ class Passes:
         if self._algorithm.proximal == "interpolate":
             shares = [share_of_way(v, first_version, version) for v in columns[TOKEN_VERSIONS]]
             columns = columns | {WAY: shares}
+        columns = read_records(columns, self._policy.model)
         parts = [self._forward_backward(rows, columns, indices) for indices in micro_batches]
         found: Columns = {TRAINER_LOGPROBS: [], LOSS_WEIGHTS: [], CLIPPED: []}
         found |= {REF_LOGPROBS: []} if self._is_own_reference else {}
@@ -171,6 +192,8 @@ class Passes:
             with model.adapters.off(), torch.no_grad():
                 ref_logprobs = model(fed, self._temperature).logprobs
         trainer_logprobs, entropy = model(fed, self._temperature)
+        if indices and model.routing_stats is not None:
+            self.routing.add(model.routing_stats)
         if not indices:
             trainer_logprobs.sum().backward()  # zero, but the other ranks need our part
             return None

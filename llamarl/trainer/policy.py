@@ -244,7 +244,8 @@ log = logging.getLogger(__name__)
 
 class Policy:
     """A sharded model under training, whose ranks are those of the default process group; every
-    method is called on all of them.
+    method is called on all of them. `parameters` are published and saved, and trained unless a
+    router is to stay as it is; `frozen` are the weights beside adapters.
 
     `checkpoint` and `tokenizer` are the folders that an export copies from. All methods must run on
     one thread; `snapshot` may write its copy on another."""
@@ -266,12 +267,13 @@ class Policy:
         self.parameters: dict[str, DTensor] = {}
         self.frozen: dict[str, torch.Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and config.lora.is_used:
                 self.frozen[name] = parameter
                 continue
             assert isinstance(parameter, DTensor), name
             self.parameters[name] = parameter
-        self._optimizer = _make_optimizer(list(self.parameters.values()), config)
+        trained = [each for each in self.parameters.values() if each.requires_grad]
+        self._optimizer = _make_optimizer(trained, config)
         device = next(iter(self.parameters.values())).device
         self.snapshot = Snapshot(device)
         data_rank = dist.get_rank() // config.tensor_parallel
@@ -450,10 +452,11 @@ def _make_optimizer(parameters: list[DTensor], config: TrainerConfig) -> torch.o
 
     Only matrices decay: a norm's scale or a bias pulled towards 0 changes what the model computes
     without making it any simpler."""
-    decay = config.weight_decay
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    groups = [  # torch updates those of one mesh at once
+        {"params": same, "weight_decay": config.weight_decay if is_matrix else 0.0}
+        for mesh in dict.fromkeys(each.device_mesh for each in parameters)
+        for is_matrix in (True, False)
+        if (same := [p for p in parameters if p.device_mesh == mesh and (p.ndim >= 2) == is_matrix])
     ]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, foreach=True)

@@ -14,7 +14,14 @@ from llamarl.core.compute import ComputeThread
 from llamarl.core.device.devices import compute_device, use_device
 from llamarl.core.faces import Processor, Worker
 from llamarl.core.process_group import join, largest, leave
-from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS, Columns, StageItem, StageResult
+from llamarl.core.records import (
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    ROUTED_EXPERTS,
+    Columns,
+    StageItem,
+    StageResult,
+)
 from llamarl.metrics.span import Spans
 from llamarl.storage.client import RecordingStore
 from llamarl.trainer.packing import pack
@@ -56,7 +63,8 @@ class ReferenceWorker(Worker, Processor):
         row_ids = [row_id for row_ids, _ in items for row_id in row_ids]
         mine = row_ids[self._data_rank :: self._config.num_data_ranks]
         async with self._lock:
-            columns = await self._storage.read(mine, [PROMPT_IDS, RESPONSE_IDS])
+            names = [PROMPT_IDS, RESPONSE_IDS, *[ROUTED_EXPERTS] * self._spec.replays_routing]
+            columns = await self._storage.read(mine, names)
             self._spans.record("rollouts", self._idle_since_ns, time.monotonic_ns(), "wait")
             num_tokens = sum(len(ids) for ids in columns[RESPONSE_IDS])
             with self._spans.span("infer", tokens=num_tokens):

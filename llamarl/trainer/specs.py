@@ -39,6 +39,8 @@ class TrainerSpec:
     run_dir: str
     num_steps: int
     seed: int
+    replays_routing: bool = False
+    """Whether tokens go to the experts that the generator recorded."""
     adapter: str | None = None
     """The folder of the adapter to start from, with lora; None: one that changes nothing."""
     kinds: tuple[Kind, ...] = ()
@@ -48,7 +50,9 @@ class TrainerSpec:
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSpec:
     """The spec of a frozen model. `column` takes the log-probs of the model in `checkpoint`.
-    `config` is the trainer's; `rendezvous` is a file path that no other group of ranks uses."""
+    `config` is the trainer's; `rendezvous` is a file path that no other group of ranks uses. With
+    `replays_routing` a model with as many experts in as many layers as the policy's sends tokens to
+    those that the generator recorded."""
 
     executor: ClassVar[str] = "llamarl.trainer.reference:ReferenceWorker"
 
@@ -58,3 +62,4 @@ class ReferenceSpec:
     config: TrainerConfig
     sampling: SamplingConfig
     storage: ColumnStore
+    replays_routing: bool = False

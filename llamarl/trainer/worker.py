@@ -30,6 +30,7 @@ from llamarl.core.records import (
     PROXIMAL_LOGPROBS,
     REF_LOGPROBS,
     RESPONSE_IDS,
+    ROUTED_EXPERTS,
     SAMPLING,
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
@@ -57,6 +58,7 @@ from llamarl.trainer.policy_loss import (
     on_policy_warning,
     statistics,
 )
+from llamarl.trainer.routing import RoutingTotals
 from llamarl.trainer.specs import TrainerSpec
 
 log = logging.getLogger(__name__)
@@ -165,11 +167,14 @@ class PolicyStep:
             self.source.label(self.version)
             self.source.tensors.announce()  # every step is published
             self._is_whole = True
+        of_routers, loads = self.passes.routing.reduce()
         self._rows, self.passes.loss_metrics = [], LossMetrics()
+        self.passes.routing = RoutingTotals()
         self._warn(scalars)
         scalars |= {"grad_norm": norm, "lr": lr}
         scalars |= {"num_tokens": num_tokens, "num_rollouts": len(rows)}
-        return StepStats(version=self.version, scalars=scalars)
+        scalars |= of_routers
+        return StepStats(version=self.version, scalars=scalars, expert_loads=loads)
 
     def snapshot(self) -> bool:
         """Copy what `save` would write to host memory. Returns False if that is too small."""
@@ -276,6 +281,8 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
         if spec.algorithm.runs_reference(spec.config.lora):
             self._columns.append(REF_LOGPROBS)
         self._columns += spec.algorithm.loss_columns
+        self._recorded = [ROUTED_EXPERTS] * spec.replays_routing  # what every pass reads beside ids
+        self._columns += self._recorded
         self._recomputes = spec.algorithm.proximal == "recompute"
         self._thread = ComputeThread(f"trainer-{rank}")
         self._resources = ExitStack()  # what `close` gives back, however far `start` came
@@ -331,7 +338,7 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
 
         Raises RuntimeError if the batch is meant for another version."""
         async with self._turn() as policy_step:
-            names = [PROMPT_IDS, RESPONSE_IDS]
+            names = [PROMPT_IDS, RESPONSE_IDS, *self._recorded]
             rows, micro_batches, columns = await self._fetch(policy_step, batch, names)
             with self._spans.span("proximal", version=policy_step.version):
                 infer = partial(policy_step.passes.infer, columns, micro_batches)
@@ -381,7 +388,7 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
         rows."""
         if not row_ids:
             return []
-        names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS]
+        names = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, *self._recorded]
         async with self._aside("infer") as policy_step:
             columns = await self._storage.read(row_ids, names)
             return await self._thread.run(partial(policy_step.infer, columns))
@@ -448,6 +455,7 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
 def _check(rows: Sequence[BatchRollout], columns: Columns) -> None:
     """Assert that the stored rollouts are those the controller knows, token for token."""
     for i, row in enumerate(rows):
-        lengths = {name: len(cells[i]) for name, cells in columns.items() if name != SAMPLING}
+        others = (SAMPLING, ROUTED_EXPERTS)
+        lengths = {name: len(cells[i]) for name, cells in columns.items() if name not in others}
         assert lengths.pop(PROMPT_IDS) == row.num_prompt_tokens, (row, PROMPT_IDS)
         assert set(lengths.values()) == {row.num_tokens}, (row, lengths)

@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llamarl.core.config import TrainerConfig
 from llamarl.core.process_group import join, leave
 from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS
+from llamarl.model.architecture import ExpertSizes
 from llamarl.model.attention import ModelInputs, make_packing
 from llamarl.model.transformer import Transformer
 from llamarl.trainer.parallel import (
     gather,
     make_mesh,
-    mesh_shape,
     parallelize,
+    parameter_mesh_shape,
     parameter_placements,
     reshard,
 )
@@ -63,6 +64,19 @@ ARCHITECTURES = {
     ),
     "qwen25": dataclasses.replace(QWEN3, model_type="qwen2", output_bias=False, qk_norm=False),
     "qwen3": QWEN3,
+    "experts": dataclasses.replace(
+        QWEN3,
+        model_type="qwen3_moe",
+        experts=ExpertSizes(num_experts=8, num_chosen=3, intermediate_size=12, normalized=True),
+    ),
+    "a dense layer and experts": dataclasses.replace(
+        QWEN3,
+        model_type="qwen3_moe",
+        tie_embeddings=False,
+        experts=ExpertSizes(
+            num_experts=4, num_chosen=1, intermediate_size=12, normalized=False, dense_layers=(0,)
+        ),
+    ),
 }
 
 
@@ -78,7 +92,8 @@ class Case:
         c = self.config
         return (
             f"{self.architecture}: replicate {c.replicate} x shard {c.num_shard_ranks} x tensor "
-            f"{c.tensor_parallel}, {c.activation_checkpointing}, {c.reshard_after}, {c.compile}"
+            f"{c.tensor_parallel}, expert {c.expert_parallel}, {c.activation_checkpointing}, "
+            f"{c.reshard_after}, {c.compile}"
         )
 
 
@@ -150,9 +165,10 @@ def answer_one(rank: int, case: Case) -> Answer:
     parallelize(model, make_mesh("cpu", config), config)
     parameters: dict[str, Any] = dict(model.named_parameters())
     found = {name: (tuple(p.device_mesh.shape), p.placements) for name, p in parameters.items()}
-    mesh = (*mesh_shape(config).values(),)
-    placements = parameter_placements(architecture, config)
-    expected = {name: (mesh, each) for name, each in placements.items()}
+    expected = {
+        name: (tuple(parameter_mesh_shape(name, config).values()), each)
+        for name, each in parameter_placements(architecture, config).items()
+    }
     shared = share_out(config.num_data_ranks)
     with Gathers() as gathers:
         for rows in shared:
@@ -181,15 +197,17 @@ def check(ranks: Any, folder: Path, cases: list[Case]) -> None:
     answers = ranks(num_ranks).run(answer, str(folder / uuid.uuid4().hex), cases)
     for i, case in enumerate(cases):
         expected, num_layers = plain[case.architecture], QWEN3.num_layers
+        num_sparse = len(ARCHITECTURES[case.architecture].sparse_layers)
+        is_cut = case.config.num_shard_ranks > 1, case.config.num_expert_shard_ranks > 1
+        num_units = num_layers * is_cut[0] + num_sparse * is_cut[1]
         for seen in (rank[i] for rank in answers):
             assert seen.misplaced == [], case.name
-            if case.config.num_shard_ranks > 1:
-                gathers = {
-                    "forward": (2 * num_layers + 1) * seen.num_micro_batches,
-                    "backward": (num_layers + 1) * seen.num_micro_batches,
-                    "step": num_layers + 1,
-                }
-                assert seen.gathers == gathers[case.config.reshard_after], case.name
+            gathers = {
+                "forward": (2 * num_units + is_cut[0]) * seen.num_micro_batches,
+                "backward": (num_units + is_cut[0]) * seen.num_micro_batches,
+                "step": num_units + is_cut[0],
+            }
+            assert seen.gathers == gathers[case.config.reshard_after], case.name
             for name, gradient in seen.gradients.items():
                 error = np.linalg.norm(gradient - expected[name])
                 assert error <= 1e-5 * np.linalg.norm(expected[name]), (case.name, name)
@@ -218,8 +236,54 @@ def test_layouts_give_the_gradients_of_one_process_and_gather_no_more_than_they_
     )
 
 
+EXPERT_LAYOUTS = [
+    *((1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (2, 1, 2, 2), (2, 2, 1, 1)),
+    *((4, 1, 1, 1), (4, 1, 1, 2), (4, 1, 1, 4), (4, 1, 2, 1), (4, 1, 2, 2), (4, 1, 2, 4)),
+    *((4, 2, 1, 2), (4, 2, 2, 1), (4, 2, 2, 2), (4, 1, 4, 4), (4, 1, 4, 2)),
+]
+"""Ranks, copies, tensor-parallel and expert-parallel ranks."""
+
+
+def expert_cases(num_ranks: int, **more: Any) -> list[Case]:
+    return [
+        Case(
+            architecture,
+            TrainerConfig(
+                num_ranks=number,
+                replicate=replicate,
+                tensor_parallel=tensor,
+                expert_parallel=expert,
+                **more,
+            ),
+        )
+        for number, replicate, tensor, expert in EXPERT_LAYOUTS
+        for architecture in ("experts", "a dense layer and experts")
+        if number == num_ranks
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_experts_on_a_mesh_of_their_own_give_the_gradients_of_one_process(
+    ranks: Any, tmp_path: Path, num_ranks: int
+) -> None:
+    check(ranks, tmp_path, expert_cases(num_ranks, activation_checkpointing="full"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("checkpointing", "reshard_after"),
+    [*itertools.product(("none", "selective", "full"), ("forward", "backward", "step"))],
+)
+def test_experts_give_them_whatever_is_kept(
+    ranks: Any, tmp_path: Path, num_ranks: int, checkpointing: str, reshard_after: str
+) -> None:
+    more = {"activation_checkpointing": checkpointing, "reshard_after": reshard_after}
+    check(ranks, tmp_path, expert_cases(num_ranks, **more))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if "expert" not in name])
 @pytest.mark.parametrize(
     ("num_ranks", "replicate", "tensor_parallel"),
     [

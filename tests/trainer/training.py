@@ -53,6 +53,7 @@ class Job:
     save: str | None = None  # before the last step
     export: str | None = None
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    replays_routing: bool = False
 
 
 def make_executor(rank, num_ranks, job, storage):
@@ -68,6 +69,7 @@ def make_executor(rank, num_ranks, job, storage):
             run_dir=str(Path(job.checkpoint).parent),
             num_steps=10,
             seed=0,
+            replays_routing=job.replays_routing,
             storage=Store([storage]),
         ),
         rank=rank,

@@ -167,6 +167,10 @@ class TrainerConfig(Section):
     replicate: int = number(1, least=1, most=65536)
     """Copies of the sharded parameters (HSDP): gradients are summed over them, gathers stay within
     one."""
+    expert_parallel: int = number(1, least=1, most=1024)
+    """Ranks that share the experts of a mixture of experts: each has a part of every layer's, and
+    tokens travel to the ranks that have theirs. It divides `num_ranks` / `replicate`; the ranks
+    that are left share each expert. Keep it within one host."""
     device: str = choice_of(DEVICES)
     """Where trainer and reference compute: cpu (gloo) | cuda (NCCL, one GPU per rank)."""
     groups_per_step: int = number(32, least=1, most=2**20)
@@ -217,6 +221,15 @@ class TrainerConfig(Section):
     """Share of `lr` that a linear or cosine schedule falls towards."""
     max_grad_norm: float = number(1.0, least=1e-9, most=1e9)
     """Gradients are clipped to this global norm."""
+    routing_replay: str = choice("auto", "off")
+    """Which experts a token goes to, in a mixture of experts: auto (those that the generator chose
+    when it wrote the token; gates are the trainer's own) | off (those that the trainer's routers
+    choose, which may differ by a rounding or an update, so that the ratio is one of two models)."""
+    router_aux_loss_coefficient: float = number(0.0, least=0, most=100)
+    """Weight of the load-balancing loss of the routers (Switch Transformer), a mean over layers and
+    tokens; RL leaves it out."""
+    freeze_router: bool = False
+    """Leave the routers of a mixture of experts as they are."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters, which are trained instead of all weights if lora.rank is above 0."""
 
@@ -229,6 +242,10 @@ class TrainerConfig(Section):
         slices, copies = self.tensor_parallel, self.replicate
         must = f"be a multiple of tensor_parallel ({slices}) times replicate ({copies})"
         self.require(self.num_ranks % (slices * copies) == 0, "num_ranks", must)
+        must = (
+            f"be a multiple of expert_parallel ({self.expert_parallel}) times replicate ({copies})"
+        )
+        self.require(self.num_ranks % (self.expert_parallel * copies) == 0, "num_ranks", must)
         is_plain = self.compile == "none"
         is_selective = self.activation_checkpointing == "selective"
         must = (
@@ -258,6 +275,11 @@ class TrainerConfig(Section):
         """The number of ranks that one copy of each parameter (or of its tensor-parallel slice) is
         cut over."""
         return self.num_data_ranks // self.replicate
+
+    @property
+    def num_expert_shard_ranks(self) -> int:
+        """The number of ranks that share each expert of one copy of the model."""
+        return self.num_ranks // (self.replicate * self.expert_parallel)
 
 
 @dataclass(kw_only=True)
