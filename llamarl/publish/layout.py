@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,13 +13,19 @@ from typing import NamedTuple, Self
 
 from llamarl.core.config import EmbeddedConfig, GeneratorConfig, VllmConfig
 from llamarl.core.config.generator import pools_of
-from llamarl.model.architecture import FUSED, LINEARS, AnyArchitecture, OtherArchitecture
+from llamarl.model.architecture import (
+    FUSED,
+    LINEARS,
+    AnyArchitecture,
+    OtherArchitecture,
+    is_stacked,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """The quantisation of a matrix W [out, in] to values [out, in] of `dtype` and scales of
-    `scale_dtype`.
+    """The quantisation of a matrix W [out, in], or of a stack of them [experts, out, in], to values
+    of the same shape of `dtype` and scales of `scale_dtype`.
 
         W'     = W in base_dtype                            what the engine would have been given
         scale  = max(max|W'| / largest, smallest_scale)     of a row, or of all rows
@@ -46,12 +53,15 @@ VLLM_SMALLEST = 1.0 / (LARGEST[FP8] * 512.0)  # of its scales of rows; of a tens
 
 
 def format_of(generator: GeneratorConfig, architecture: AnyArchitecture) -> Format | None:
-    """Return the format of a replica's matrices; None if they are not in eight bits, or if the
-    family's matrices are not known: vLLM then quantises them itself at each commit."""
+    """Return the format of a replica's matrices; None if they are not in eight bits, or if vLLM
+    quantises them itself at each commit: those of a family that is not known, or with experts,
+    which it rearranges."""
     quantization, dtype = generator.quantization, generator.dtype
     if quantization == "none" or isinstance(architecture, OtherArchitecture):
         return None
     if isinstance(generator, VllmConfig):
+        if architecture.experts is not None:
+            return None
         is_per_tensor = quantization == "fp8"
         return Format(
             key=f"{quantization}-{dtype}",
@@ -366,7 +376,7 @@ def quantized_parameters(names: Iterable[str], format_: Format) -> Iterator[Quan
     head = HEAD if HEAD in known else EMBEDDING
     for name in known:
         module = ".".join(name.split(".")[-3:-1])
-        is_linear = module in LINEARS and name.endswith(".weight")
+        is_linear = is_stacked(name) or (module in LINEARS and name.endswith(".weight"))
         if is_linear or (format_.has_head and name == head):
             whole = name
             if format_.is_per_tensor and module in _FUSED_INTO:
@@ -379,15 +389,19 @@ def quantized_parameters(names: Iterable[str], format_: Format) -> Iterator[Quan
 def made_from(base: ParameterLayout | None, name: str, wanted: ParameterLayout) -> ParameterLayout:
     """Return where a source rank has the values or scales `name`, of shape and dtype as `wanted`,
     that it makes from the matrix `base` (None: from several matrices)."""
-    rows = [(0, 1)]
+    rows: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((0,), (1,))]
     if not name.endswith(TENSOR_SCALE):
         assert base is not None, name
         if not name.endswith(ROWS_SCALE):
             return replace(base, dtype=wanted.dtype)
-        rows = [(box.start[0], box.stop[0]) for box in base.boxes]
+        rows = [(box.start[:-1], box.stop[:-1]) for box in base.boxes]
         assert len(rows) <= 1, f"a source rank must hold {name} in one piece, got {rows}"
-    boxes = tuple(Box(start=(a,), stop=(b,), buffer=name, offset=0, strides=(1,)) for a, b in rows)
-    return ParameterLayout(shape=wanted.shape, dtype=wanted.dtype, boxes=boxes)
+    boxes = []
+    for start, stop in rows:
+        sizes = [*map(operator.sub, stop, start)]
+        strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+        boxes.append(Box(start=start, stop=stop, buffer=name, offset=0, strides=strides))
+    return ParameterLayout(shape=wanted.shape, dtype=wanted.dtype, boxes=tuple(boxes))
 
 
 def offered(source: list[RankLayout], target: list[RankLayout]) -> list[RankLayout]:

@@ -320,14 +320,18 @@ class Writer:
         if made is None:
             return transfer(copy.name, source, target, copy.start, layout.shape, dim)
         total, scales = 0, tensors[made.scales]
-        first = 0 if made.format.is_per_tensor else self._parameters[made.scales].boxes[0].start[0]
+        is_one = made.format.is_per_tensor
+        first = () if is_one else self._parameters[made.scales].boxes[0].start
         for piece in cut(copy, platform_of(source.device).num_tiled):
             place = tuple(
                 slice(a - b, a - b + size)
                 for a, b, size in zip(piece.start, copy.start, piece.shape, strict=True)
             )
-            rows = slice(piece.start[0] - first, piece.start[0] - first + piece.shape[0])
-            own = scales if made.format.is_per_tensor else scales[rows]
+            rows = tuple(
+                slice(a - b, a - b + size)
+                for a, b, size in zip(piece.start, first, piece.shape, strict=False)
+            )
+            own = scales if is_one else scales[rows]
             values = quantize(source[place], own, made.format)
             total += transfer(copy.name, values, target[place], piece.start, layout.shape, dim)
         return total
