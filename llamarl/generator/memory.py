@@ -22,16 +22,18 @@ from llamarl.generator.engine.engine import PREFILL_TOKENS
 from llamarl.generator.engine.kv_cache import CpuKVCache, PaddedKVCache
 from llamarl.generator.engine.weights import AdapterLayout, BufferLayout, rank_box
 from llamarl.model.adapter_inventory import adapter_shapes
-from llamarl.model.architecture import Architecture
+from llamarl.model.architecture import DOWN, Architecture, is_stacked
 from llamarl.model.inventory import parameter_shapes
 from llamarl.publish.layout import (
+    BUFFER,
     MESSAGE_BYTES,
+    ParameterLayout,
     RankLayout,
     format_of,
     quantized_parameters,
 )
 from llamarl.publish.reshard import DTYPE_BYTES
-from llamarl.publish.shards import Shape, rank_layout
+from llamarl.publish.shards import Shape, one_box, rank_layout
 from llamarl.publish.target import Memory, MemoryPlan
 from llamarl.publish.transports.routes import TRANSPORTS
 
@@ -84,7 +86,7 @@ def kv_cache_bytes(config: Config, architecture: Architecture) -> int:
     cache = (PaddedKVCache if is_gpu(generator.device) else CpuKVCache)(
         architecture, generator, generator.num_ranks, torch.device("meta")
     )
-    return cache.keys.nbytes + cache.values.nbytes
+    return cache.keys.nbytes + cache.values.nbytes + cache.experts.nbytes
 
 
 def _working(config: Config, architecture: Architecture) -> Kinds:
@@ -95,7 +97,9 @@ def _working(config: Config, architecture: Architecture) -> Kinds:
     item = DTYPE_BYTES[generator.dtype]
     tokens = generator.max_num_seqs * generator.max_model_len
     tokens = min(tokens, max(PREFILL_TOKENS, generator.max_model_len))
-    split = 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + 3 * a.intermediate_size
+    split = 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim + 3 * a.active_channels
+    if a.experts is not None:  # each token once per expert: sent, received, and summed in float32
+        split += a.experts.num_chosen * a.hidden_size * 4
     kinds = {
         "activations": tokens * item * (4 * a.hidden_size + split // generator.num_ranks),
         "logits": 3 * FLOAT32_BYTES * generator.max_num_seqs * a.vocab_size,
@@ -152,6 +156,9 @@ def _vllm_weight_buffer(
         plan.put(name, shape, box, dtype, plan.reserve(name, box[0], dtype).offset)
 
     for name, shape in shapes.items():
+        if is_stacked(name):  # its ranks have a part of every expert
+            plan.parameters[name] = _part_of_experts(plan, name, shape, rank, generator)
+            continue
         size, start = rank_box(architecture, name, shape, rank, generator.num_ranks)
         if name not in made:
             put(name, shape, (size, start), generator.dtype)
@@ -159,7 +166,30 @@ def _vllm_weight_buffer(
         each = made[name]
         put(each.values, shape, (size, start), each.format.dtype)
         if not each.format.is_per_tensor:
-            put(each.scales, shape[:1], (size[:1], start[:1]), each.format.scale_dtype)
+            put(each.scales, shape[:-1], (size[:-1], start[:-1]), each.format.scale_dtype)
         elif each.scales not in plan.parameters:
             put(each.scales, (1,), ((1,), (0,)), each.format.scale_dtype)
     return plan.memory()
+
+
+def _part_of_experts(
+    plan: MemoryPlan, name: str, shape: Shape, rank: int, generator: VllmConfig
+) -> ParameterLayout:
+    """Reserve a rank's part of stacked experts, and return its boxes: of gate and up it has the
+    same channels, and of down those channels' columns."""
+    experts, rows, columns = shape
+    num_ranks, dtype = generator.num_ranks, generator.dtype
+    if name.endswith(DOWN):
+        size, starts = (experts, rows, columns // num_ranks), [(0, 0, rank * columns // num_ranks)]
+    else:
+        inner = rows // 2
+        size = (experts, inner // num_ranks, columns)
+        starts = [(0, first + rank * inner // num_ranks, 0) for first in (0, inner)]
+    height, width = len(starts) * size[1], size[2]
+    place = plan.reserve(name, (experts, height, width), dtype)
+    strides = (height * width, width, 1)
+    boxes = tuple(
+        one_box(shape, size, start, dtype, BUFFER, place.offset + i * size[1] * width, strides)
+        for i, start in enumerate(starts)
+    )
+    return replace(boxes[0], boxes=tuple(each.boxes[0] for each in boxes))

@@ -12,7 +12,8 @@ from llamarl.generator.engine.engine import EmbeddedEngine
 from tests.generator.engine_models import VARIANTS, record_steps
 
 EPISODE = Prompt(prompt_id=0, text="", token_ids=(1,))
-VOCABULARIES = (96, 97, 61, 7)  # whole blocks of the draw, one more, one less, hardly any tokens
+VOCABULARIES = (96, 97, 61, 7, 64, 33)
+"""Whole blocks of the draw, one more, one less, hardly any tokens."""
 ARCHITECTURES = {
     name: replace(architecture, vocab_size=size)
     for size, (name, architecture) in zip(VOCABULARIES, VARIANTS.items(), strict=True)

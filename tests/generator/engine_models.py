@@ -17,7 +17,7 @@ from llamarl.generator.engine.decoder import Decoder, PaddedRunner
 from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.generator.engine.weights import QuantizedMatrix, make_scratch
 from llamarl.generator.protocol import RequestOutput
-from llamarl.model.architecture import RopeScaling
+from llamarl.model.architecture import ExpertSizes, RopeScaling
 from llamarl.model.attention import ModelInputs, make_packing
 from llamarl.model.transformer import Transformer
 from llamarl.publish.layout import FP8, LARGEST, Format, format_of
@@ -47,6 +47,25 @@ VARIANTS = {
     ),
     "qwen2": replace(LLAMA, model_type="qwen2", attention_bias=True, num_kv_heads=6),
     "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=24, num_kv_heads=1),
+    "experts and a dense layer": replace(
+        LLAMA,
+        model_type="qwen3_moe",
+        num_layers=3,
+        qk_norm=True,
+        experts=ExpertSizes(
+            num_experts=8, num_chosen=3, intermediate_size=28, normalized=True, dense_layers=(1,)
+        ),
+    ),
+    "experts and a norm of all heads": replace(
+        LLAMA,
+        model_type="olmoe",
+        tie_embeddings=False,
+        qk_norm=True,
+        norms_all_heads=True,
+        head_dim=8,
+        intermediate_size=20,
+        experts=ExpertSizes(num_experts=5, num_chosen=1, intermediate_size=20, normalized=False),
+    ),
 }
 
 
@@ -142,8 +161,12 @@ def quantize_model(model: Transformer, kind: str) -> Transformer:
     state = model.state_dict()
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     for name, weight in state.items():
-        if weight.ndim == 2 and "embed" not in name:
+        if weight.ndim == 2 and "embed" not in name and not name.endswith("mlp.gate.weight"):
             state[name] = quantized(weight.t(), kind).dequantized().t()
+        elif weight.ndim == 3:
+            state[name] = torch.stack(
+                [quantized(each.t(), kind).dequantized().t() for each in weight]
+            )
     plain.load_state_dict(state)
     return plain
 

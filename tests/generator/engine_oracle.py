@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from llamarl.core.records import FinishReason, Request, Sampling
 from llamarl.generator.engine.sampling import uniforms
+from llamarl.generator.protocol import PartialOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,6 +107,84 @@ def check_tokens(
     for place, row in enumerate(rows, first):
         logprob, draw = float(logprobs[place]), float(draws[place - first])
         check_token(row, ids[place], logprob, draw, request.sampling)
+
+
+@torch.no_grad()
+def routers_by(model: PreTrainedModel, tokens: Sequence[int], cache: Any = None) -> np.ndarray:
+    """The routers' probabilities float64 [tokens, layers, experts] of these tokens, which follow
+    those in the cache."""
+    found = model(
+        torch.tensor([tokens]), past_key_values=cache, output_router_logits=True
+    ).router_logits
+    return torch.stack(found, 1).double().softmax(-1).numpy()
+
+
+def are_likeliest(probs: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Of tokens with `probs` [n, layers, experts]: whether the experts `chosen` [n, layers, k] are
+    different ones and no other is likelier than them by more than rounding."""
+    taken = np.zeros(probs.shape, bool)
+    np.put_along_axis(taken, chosen.astype(np.int64), True, axis=-1)
+    least = np.where(taken, probs, np.inf).min(-1)
+    most = np.where(taken, -np.inf, probs).max(-1)
+    is_whole = taken.sum(-1) == chosen.shape[-1]
+    return (is_whole & (least >= most - LOGIT_TOLERANCE)).all(-1)
+
+
+def check_experts(
+    models: Mapping[int, PreTrainedModel],
+    request: Request,
+    written: PartialOutput,
+    before: PartialOutput,
+    recomputes: bool,
+    chain: Sequence[int],
+) -> None:
+    """The record of the experts has what it had `before`, and of the tokens that were fed since
+    those that the models choose: behind each of them the model that wrote the next token, and for a
+    prompt's others one of those that computed it. `chain` as in `check_tokens`."""
+    num_before = len(before.experts)
+    assert written.experts[:num_before].tobytes() == before.experts.tobytes()
+    new = written.versions[len(before.ids) :].tolist()
+    if not new or not hasattr(models[new[-1]].config, "num_experts"):
+        return
+    tokens = [*request.prompt_ids, *written.ids.tolist()]
+    assert len(written.experts) == len(tokens) - 1
+    # The tokens behind which one was written, as `logits_by` feeds them.
+    start = len(tokens) - 1 - len(chain)
+    found = routers_of(models, tokens, chain, recomputes)
+    first = max(num_before, len(tokens) - 1 - len(new))
+    good = are_likeliest(found[first - start :], written.experts[first:])
+    assert good.all(), f"experts of tokens {[*np.flatnonzero(~good) + first]}"
+    prompt = request.prompt_ids[:-1]
+    if len(prompt) > num_before:
+        versions = [v for v in models if v >= new[0]] if recomputes else [new[0]]
+        each = [
+            are_likeliest(routers_by(models[v], prompt), written.experts[: len(prompt)])
+            for v in versions
+        ]
+        assert any(found.all() for found in each), "experts of a prompt"
+
+
+@torch.no_grad()
+def routers_of(
+    models: Mapping[int, PreTrainedModel],
+    tokens: Sequence[int],
+    labels: Sequence[int],
+    recomputes: bool,
+) -> np.ndarray:
+    """As `logits_by`, the routers' probabilities float64 [n, layers, experts]."""
+    from transformers import DynamicCache
+
+    cache, num_fed = DynamicCache(), 0
+    stop = len(tokens) - len(labels) - 1
+    found = []
+    for version, run in groupby(labels):
+        count = len(list(run))
+        if recomputes:
+            cache, num_fed = DynamicCache(), 0
+        stop += count
+        found.append(routers_by(models[version], tokens[num_fed:stop], cache)[-count:])
+        num_fed = stop
+    return np.concatenate(found)
 
 
 def first_end(

@@ -25,7 +25,7 @@ from tests.generator.engine_models import (
     in_transformers,
     quantize_model,
 )
-from tests.generator.engine_oracle import check_tokens, first_end
+from tests.generator.engine_oracle import check_experts, check_tokens, first_end
 from tests.random_search import case, searched
 from tests.tiny_checkpoints import make_model
 
@@ -175,7 +175,7 @@ class Search:
         tensors = self.engine.movable("kv")
         self.away = [each.clone() if is_kept else torch.zeros_like(each) for each in tensors]
         for each in tensors:
-            each.fill_(torch.nan)
+            each.fill_(torch.nan if each.is_floating_point() else 255)
 
     def onload(self) -> None:
         if self.away is not None:
@@ -255,6 +255,7 @@ class Search:
                 ids=np.concatenate([written.ids, ids]),
                 logprobs=np.concatenate([written.logprobs, np.zeros(num, np.float32)]),
                 versions=np.concatenate([written.versions, np.full(num, NO_VERSION, np.int32)]),
+                experts=written.experts,
             )
             self.partial[request.row_id] = Open(replace(request, resume=True), more, self.chain)
 
@@ -292,6 +293,9 @@ class Search:
             self.chain = [*rollout.chain, *added, *new]
         check_tokens(
             self.models, item.request, ids, written.logprobs, new, options.recomputes, self.chain
+        )
+        check_experts(
+            self.models, item.request, written, rollout.before, options.recomputes, self.chain
         )
         if is_aborted and new:  # it was in a slot, which is free for others
             self.chain = []

@@ -11,7 +11,7 @@ from torch import Tensor
 from llamarl.core.config import EmbeddedConfig
 from llamarl.core.records import Request, Sampling
 from llamarl.generator.engine.engine import EmbeddedEngine
-from llamarl.model.architecture import Architecture
+from llamarl.model.architecture import FAMILIES, Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,11 +72,21 @@ def random_model(
             "high_freq_factor": a.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": a.rope_scaling.original_max_positions,
         }
+    if a.experts is not None:
+        inner = FAMILIES[a.model_type].experts.size_key
+        more |= {
+            "num_experts": a.experts.num_experts,
+            "num_experts_per_tok": a.experts.num_chosen,
+            inner: a.experts.intermediate_size,
+            "norm_topk_prob": a.experts.normalized,
+            "mlp_only_layers": [*a.experts.dense_layers],
+            "pad_token_id": None,
+        }
     config = transformers.AutoConfig.for_model(
         a.model_type,
         vocab_size=a.vocab_size,
         hidden_size=a.hidden_size,
-        intermediate_size=a.intermediate_size,
+        **{"intermediate_size": a.intermediate_size} | more,
         num_hidden_layers=a.num_layers,
         num_attention_heads=a.num_heads,
         num_key_value_heads=a.num_kv_heads,
@@ -88,7 +98,6 @@ def random_model(
         attention_bias=a.attention_bias,
         mlp_bias=a.mlp_bias,
         attn_implementation=attention,
-        **more,
     )
     return getattr(transformers, a.model_class)(config).to(dtype).eval()
 

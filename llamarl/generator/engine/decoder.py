@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from llamarl.generator.engine.sampling import sample
 from llamarl.generator.engine.scheduler import DecodeStep, RunningBatch
 from llamarl.generator.engine.weights import (
     AdaptedMatrix,
+    Experts,
     LayerWeights,
     Matrix,
     Weights,
@@ -28,6 +29,15 @@ from llamarl.generator.engine.weights import (
 )
 from llamarl.model.architecture import Architecture
 from llamarl.model.attention import attend_causally
+from llamarl.model.experts import (
+    arrange,
+    choose,
+    combine,
+    gates,
+    grouped_mm,
+    router_probs,
+    spread,
+)
 from llamarl.model.transformer import rope_tables
 
 Cache = CpuKVCache | PaddedKVCache
@@ -83,6 +93,8 @@ class Decoder:
         self._num_heads = architecture.num_heads // num_ranks
         self._num_rotated = self._num_heads + architecture.num_kv_heads // num_ranks
         self._add = add_product if group is None else self._add_sum
+        # A layer with experts -> its place among these.
+        self._sparse = {layer: place for place, layer in enumerate(architecture.sparse_layers)}
         cos, sin = rope_tables(architecture, cache.num_positions)
         # The tables cover both halves of a head, so that the rotation is x * cos + roll(x) * sin:
         # in float32, as in the trainer, whatever the dtype of x.
@@ -94,9 +106,15 @@ class Decoder:
             for size in (width, architecture.head_dim)
         )
 
-    def prefill(self, sequences: list[tuple[int, int, np.ndarray]]) -> None:
+    def prefill(
+        self,
+        sequences: list[tuple[int, int, np.ndarray]],
+        *,
+        recorded: dict[int, int] | None = None,
+    ) -> None:
         """Compute keys and values of tokens, but no logits, for each (slot, position of the first,
-        int tokens [t]). The positions before are in the slot's cache.
+        int tokens [t]). The positions before are in the slot's cache. The experts of the tokens
+        before position `recorded[slot]` are recorded (None: of all).
 
         Whole sequences of equal length share one attention call."""
         whole = sorted((each for each in sequences if not each[1]), key=lambda each: len(each[2]))
@@ -110,22 +128,30 @@ class Decoder:
             [np.arange(start, start + len(ids)) for _, start, ids in sequences]
         )
         slots = np.repeat(np.array([slot for slot, *_ in sequences]), lengths)
+        chosen_rows = np.arange(len(tokens))
+        if recorded is not None:
+            ends = np.repeat([recorded[slot] for slot, *_ in sequences], lengths)
+            chosen_rows = np.flatnonzero(positions < ends)
         weights = self.weights
         assert weights is not None, "there is a version"
         fed = [torch.from_numpy(tokens), torch.from_numpy(positions), *_continued_rows(later)]
-        host = [*fed, *self.cache.write_index(slots, positions)]
+        where = self.cache.write_index(slots, positions)
+        of_record = self.cache.write_index(slots[chosen_rows], positions[chosen_rows])
+        host = [*fed, *where, *of_record, torch.from_numpy(chosen_rows)]
         sent = platform_of(self.cache.device).send(host, self.cache.device)
         ids, rows, *continued = sent[: len(fed)]
-        places = sent[len(fed) :]
+        places, kept = sent[len(fed) : len(fed) + len(where)], sent[len(fed) + len(where) :]
+        record = Record(kept[:-1], kept[-1])
         x = self._embed(weights, ids)
         cos, sin = (table.index_select(0, rows).unsqueeze(1) for table in (self._cos, self._sin))
         for index, layer in enumerate(weights.layers):
             queries, keys, values = self._qkv(layer, x, cos, sin)
             self.cache.write(index, places, keys, values)
-            if index < len(weights.layers) - 1:  # the last layer's output is not used
+            # The last layer's output is not used, but its experts are recorded.
+            if index < len(weights.layers) - 1 or index in self._sparse:
                 attended = self._causal(queries, keys, values, runs)
                 attended += self._continued(index, queries, later, *continued)
-                self._finish_layer(layer, x, torch.cat(attended))
+                self._finish_layer(index, layer, x, torch.cat(attended), record)
 
     def decode(
         self, tokens: Tensor, positions: Tensor, write_index: Sequence[Tensor], plan: Any
@@ -144,7 +170,8 @@ class Decoder:
         for index, layer in enumerate(weights.layers):
             queries, keys, values = self._qkv(layer, x, cos, sin)
             self.cache.write(index, write_index, keys, values)
-            self._finish_layer(layer, x, self.cache.attend(index, queries, plan))
+            attended = self.cache.attend(index, queries, plan)
+            self._finish_layer(index, layer, x, attended, Record(write_index))
         logits = float32_product(normalize(x, weights.norm, self._norm_floor), weights.head)
         return logits if self._group is None else self._group.gather(logits)
 
@@ -174,22 +201,86 @@ class Decoder:
         qkv = qkv.view(x.shape[0], -1, dim)
         heads = qkv[:, : self._num_rotated]
         if layer.q_norm is not None and layer.k_norm is not None:
-            floor = self._head_norm_floor
-            queries = normalize(heads[:, :num_heads], layer.q_norm, floor)
-            heads = torch.cat([queries, normalize(heads[:, num_heads:], layer.k_norm, floor)], 1)
+            parts = heads[:, :num_heads], heads[:, num_heads:]
+            norms = (layer.q_norm, layer.k_norm)
+            if self.architecture.norms_all_heads:
+                heads = torch.cat(
+                    [
+                        self._normalize_all(part, norm)
+                        for part, norm in zip(parts, norms, strict=True)
+                    ],
+                    1,
+                )
+            else:
+                floor = self._head_norm_floor
+                heads = torch.cat(
+                    [normalize(part, norm, floor) for part, norm in zip(parts, norms, strict=True)],
+                    1,
+                )
         rotated = (heads * cos).addcmul_(torch.roll(heads, dim // 2, 2), sin).to(x.dtype)
         return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, self._num_rotated :]
 
-    def _finish_layer(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:
-        """Add the attention's output and the MLP to the residual stream `x`, in place."""
+    def _normalize_all(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Normalise heads [n, heads, head_dim] all together."""
+        floor = (weight.shape[0] * self.architecture.norm_eps) ** 0.5
+        flat = heads.flatten(1)
+        return normalize(flat, weight, flat.new_full((), floor, dtype=torch.float32)).view_as(heads)
+
+    def _finish_layer(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: Tensor,
+        attended: Tensor,
+        record: Record,
+    ) -> None:
+        """Add the attention's output and the MLP of the layer with this `index` to the residual
+        stream `x`, in place; where it has experts, the tokens' are recorded."""
         self._add(x, attended, layer.output)
         if layer.output_bias is not None:
             x.add_(layer.output_bias)
         h = normalize(x, layer.mlp_norm, self._norm_floor)
+        if layer.router is not None:
+            self._add_experts(index, layer, x, h, record)
+            return
+        assert layer.gate_up is not None
+        assert layer.down is not None
         gate, up = product(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
         self._add(x, functional.silu(gate).mul_(up), layer.down)
         if layer.down_bias is not None:
             x.add_(layer.down_bias)
+
+    def _add_experts(
+        self, index: int, layer: LayerWeights, x: Tensor, h: Tensor, record: Record
+    ) -> None:
+        """Add the outputs of the chosen experts for `h` to `x`, in place, and record the choice.
+        With a group each rank has an equal share of the experts, and the ranks' sums are added."""
+        sizes = self.architecture.experts
+        assert sizes is not None
+        assert layer.router is not None
+        assert layer.expert_gate_up is not None
+        assert layer.expert_down is not None
+        probs = router_probs(h, layer.router.t())
+        chosen = choose(probs, sizes.num_chosen)
+        noted = chosen if record.rows is None else chosen[record.rows]
+        self.cache.record(self._sparse[index], record.places, noted)
+        arrangement = arrange(chosen, sizes.num_experts)
+        rows, counts = spread(h, arrangement, sizes.num_chosen), arrangement.counts
+        own, out = slice(None), None
+        if self._group is not None:
+            num_held = sizes.num_experts // self._group.num_ranks
+            first = self._group.rank * num_held
+            before, num = counts[:first].sum(), counts[first : first + num_held].sum()
+            start, length = torch.stack((before, num)).tolist()
+            out, own = torch.zeros_like(rows), slice(start, start + length)
+            counts = counts[first : first + num_held]
+        gate, up = expert_product(rows[own], layer.expert_gate_up, counts).chunk(2, dim=1)
+        found = expert_product(functional.silu(gate).mul_(up), layer.expert_down, counts)
+        if out is not None:
+            out[own] = found
+            found = out
+        mixed = combine(found, arrangement, gates(probs, chosen, sizes))
+        x.add_(mixed if self._group is None else self._group.sum(mixed))
 
     def _causal(
         self, queries: Tensor, keys: Tensor, values: Tensor, runs: list[tuple[int, int]]
@@ -237,6 +328,14 @@ class Decoder:
         return [row[:num] for row, num in zip(attended, nums, strict=True)]
 
 
+class Record(NamedTuple):
+    """The tokens whose experts are recorded: `rows` of those at hand (None: all), and where the
+    cache has their record (its `write_index`)."""
+
+    places: Sequence[Tensor]
+    rows: Tensor | None = None
+
+
 def _continued_rows(later: list[tuple[int, int, np.ndarray]]) -> list[Tensor]:
     """Return the slots int64 [n] of sequences of which the cache has the beginning, and the
     positions of the cache that each of their tokens sees, bool [n, 1, longest of the tokens,
@@ -266,6 +365,14 @@ def product(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
         return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
     out = matrix.product(x)
     return out if bias is None else out.add_(bias)
+
+
+def expert_product(x: Tensor, experts: Experts, counts: Tensor) -> Tensor:
+    """Return the products [rows, out] of `x` [rows, in], sorted by expert, with the matrix of each
+    row's expert; `counts` int64 [experts]."""
+    if isinstance(experts, Tensor):
+        return grouped_mm(x, experts, counts)
+    return experts.product(x, counts)
 
 
 def add_product(total: Tensor, x: Tensor, matrix: Matrix) -> None:

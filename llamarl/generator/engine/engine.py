@@ -96,7 +96,7 @@ class EmbeddedEngine:
             whole, self.memory = self.memory, self._adapters.memory
             self._base = torch.zeros(whole.num_elements, dtype=whole.dtype, device=self._device)
         a = architecture
-        widest = max(a.hidden_size, a.intermediate_size, a.num_heads * a.head_dim)
+        widest = max(a.hidden_size, a.active_channels, a.num_heads * a.head_dim)
         self._scratch = make_scratch(widest, DTYPES[config.dtype], self._device) if form else None
         self._group = (
             TensorParallelGroup(rendezvous, rank, num_ranks, self._device)
@@ -113,6 +113,8 @@ class EmbeddedEngine:
         self._may_start = False  # something changed since the queue was last checked
         self._steps_left = 0  # that the runner's arrangement serves
         self._launched: deque[DecodeStep] = deque()
+        self._sparse_layers = len(architecture.sparse_layers)
+        self._records: dict[int, np.ndarray] = {}  # of earlier segments, by slot
 
     def _make_runner(self, is_padded: bool) -> None:
         config, device, group = self.config, self._device, self._group
@@ -125,7 +127,9 @@ class EmbeddedEngine:
             self._runner = EagerRunner(self._decoder, cache)
         else:
             # With several ranks the collectives' kernels would be captured too, which is untested.
-            captures = not config.enforce_eager and group is None
+            # Those of experts have rows of any number.
+            is_dense = self.architecture.experts is None
+            captures = not config.enforce_eager and group is None and is_dense
             graphs = platform_of(device).graphs(device) if captures else None
             self._runner = PaddedRunner(self._decoder, cache, graphs)
 
@@ -212,7 +216,8 @@ class EmbeddedEngine:
         self._finish_steps()
         self._runner.forget()
         if tag == "kv":
-            return [self._cache.keys, self._cache.values]
+            cache = self._cache
+            return [each for each in (cache.keys, cache.values, cache.experts) if each.numel()]
         return [] if self._base is None else [self._base]
 
     def forget_prompts(self) -> None:
@@ -275,6 +280,8 @@ class EmbeddedEngine:
         assignments = assign_slots(starting, free, self._prefixes, self.version, is_kept=is_kept)
         for each in assignments:
             self._running.start(each.slot, each.waiting, each.num_cached)
+            if self._sparse_layers:
+                self._records[each.slot] = each.waiting.written.experts
         self._prefill({each.slot: each.num_cached for each in assignments if each.source is None})
         for waiting, slot, source, _ in assignments:
             if source not in (None, slot):
@@ -283,13 +290,25 @@ class EmbeddedEngine:
 
     def _stop(self, slot: int, reason: FinishReason) -> None:
         # The slot stays empty until the next step, so that a waiting rollout may take it first.
+        num_fed = int(self._running.cached[slot])
         request, written = self._running.release(slot)
+        self._add_record(slot, num_fed, written)
         is_turn = request.has_turns and reason is FinishReason.STOP
         if is_turn or reason is FinishReason.SEGMENT:
             self._prefixes.keep(request.row_id, KeptEpisode(slot, written.ids, self.version))
         self._steps_left = 0
         self._may_start = True
         self._done.append(RequestOutput(request=request, written=written, reason=reason))
+
+    def _add_record(self, slot: int, num_fed: int, written: PartialOutput) -> None:
+        """Add to the record of a rollout's experts, which has those of its earlier segments, the
+        tokens that were fed in this slot."""
+        if not self._sparse_layers:
+            return
+        before = self._records.pop(slot)
+        first = len(before)
+        added = self._cache.experts[:, slot, first:num_fed].transpose(0, 1).cpu().numpy()
+        written.experts = np.concatenate([before, added]) if first else added.copy()
 
     def _stop_at_text(
         self, ended: list[tuple[int, FinishReason]]
@@ -304,9 +323,9 @@ class EmbeddedEngine:
                 reasons[slot] = FinishReason.STOP
         return sorted(reasons.items())
 
-    def _prefill(self, slots: dict[int, int]) -> None:
+    def _prefill(self, slots: dict[int, int], recorded: dict[int, int] | None = None) -> None:
         """Compute the keys and values of all but the last token of these slots, from the given
-        position of each on."""
+        position of each on; `recorded` as in `Decoder.prefill`."""
         pack: list[tuple[int, int, np.ndarray]] = []
         num_tokens = 0
         for slot, start in slots.items():
@@ -315,18 +334,21 @@ class EmbeddedEngine:
             if length <= 0:
                 continue
             if pack and num_tokens + length > PREFILL_TOKENS:
-                self._decoder.prefill(pack)
+                self._decoder.prefill(pack, recorded=recorded)
                 pack, num_tokens = [], 0
             pack.append((slot, start, self._running.sequence[slot, start:end]))
             num_tokens += length
             self.num_prefilled_tokens += length
         if pack:
-            self._decoder.prefill(pack)
+            self._decoder.prefill(pack, recorded=recorded)
 
     def _recompute(self) -> None:
         """Recompute every running rollout's keys and values under the present version."""
         self._must_recompute = False
         running = sorted(self._running.requests.items())
-        self._prefill({slot: 0 for slot, _ in running})
+        # The record of a token stays that of the weights that wrote the token behind it. Behind a
+        # prompt's tokens but its last none was written, and other rollouts share them as they are.
+        prompts = {slot: len(request.prompt_ids) - 1 for slot, request in running}
+        self._prefill({slot: 0 for slot, _ in running}, prompts)
         for slot, request in running:
             self._prefixes.put(slot, request.prompt_ids, self.version)

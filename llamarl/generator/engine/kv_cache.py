@@ -19,6 +19,19 @@ PLAN_STEPS = 8  # decode steps that one plan serves
 CALL_COST = 500  # positions one could read in the time that one more set of calls takes
 
 
+def empty_record(
+    architecture: Architecture, num_slots: int, num_positions: int, device: torch.device
+) -> Tensor:
+    """Return the record of the experts that tokens go to, [layers, slots, positions, k], of the
+    layers with experts; without any it is empty. It lies beside keys and values and is copied with
+    them, so that a prompt that several rollouts share has its record in each."""
+    sizes = architecture.experts
+    if sizes is None:
+        return torch.zeros(0, num_slots, num_positions, 0, dtype=torch.uint8, device=device)
+    shape = (len(architecture.sparse_layers), num_slots, num_positions, sizes.num_chosen)
+    return torch.zeros(shape, dtype=getattr(torch, sizes.index_dtype), device=device)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedRows:
     """Rows `start:stop` of the batch, of similar length: all are read up to `length`."""
@@ -86,21 +99,28 @@ class CpuKVCache:
         self._key_blocks = [layer.view(-1, self.head_dim, BLOCK) for layer in self.keys]
         self._key_tables = [layer.view(-1, BLOCK) for layer in self.keys]
         self._value_tables = [layer.view(-1, self.head_dim) for layer in self.values]
+        self.experts = empty_record(architecture, num_slots, self.num_positions, device)
+        self._records = [layer.flatten(0, 1) for layer in self.experts]
 
     def write_index(self, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, ...]:
         """Return where the tokens at `positions` int64 [n] of `slots` int64 [n] are stored, in host
-        memory: key block [n, kv_heads], column in it [n, 1], value row [n, kv_heads]."""
+        memory: key block [n, kv_heads], column in it [n, 1], value row [n, kv_heads], row of the
+        experts' record [n]."""
         first = slots[:, None] * self.num_kv_heads + np.arange(self.num_kv_heads)
         block = first * self.num_blocks + positions[:, None] // BLOCK
         row = first * self.num_positions + positions[:, None]
-        index = (block, positions[:, None] % BLOCK, row)
+        index = (block, positions[:, None] % BLOCK, row, slots * self.num_positions + positions)
         return tuple(torch.from_numpy(each) for each in index)
 
     def write(self, layer: int, index: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
         """Store keys and values [n, kv_heads, head_dim] of one layer."""
-        block, column, row = index
+        block, column, row, _ = index
         self._key_blocks[layer][block, :, column] = keys
         self._value_tables[layer].index_put_((row,), values)
+
+    def record(self, layer: int, index: Sequence[Tensor], chosen: Tensor) -> None:
+        """Store the experts [n, k] that tokens go to in one of the layers with experts."""
+        self._records[layer][index[3]] = chosen.to(self.experts.dtype)
 
     def read(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [n, kv_heads, length, head_dim] of the first positions of `slots`
@@ -114,6 +134,7 @@ class CpuKVCache:
         whole = -(-length // BLOCK)
         self.keys[:, target, :, :whole] = self.keys[:, source, :, :whole]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        self.experts[:, target, :length] = self.experts[:, source, :length]
 
     def plan(self, slots: np.ndarray, lengths: np.ndarray) -> list[PaddedRows]:
         """Return how to read `slots` (int64 [n]) with `lengths` (int64 [n], falling) for PLAN_STEPS
@@ -226,6 +247,7 @@ class PaddedKVCache:
         shape = (*slots, self.num_positions, architecture.head_dim)
         self.keys = torch.zeros(shape, dtype=self.dtype, device=device)
         self.values = torch.zeros_like(self.keys)
+        self.experts = empty_record(architecture, num_slots, self.num_positions, device)
         self._slot = torch.arange(num_slots, device=device)[:, None]
         self._head = torch.arange(self.num_kv_heads, device=device)[None]
         self._position = torch.arange(self.num_positions, device=device)
@@ -248,6 +270,12 @@ class PaddedKVCache:
         self.keys[layer].index_put_(place, keys)
         self.values[layer].index_put_(place, values)
 
+    def record(self, layer: int, index: Sequence[Tensor], chosen: Tensor) -> None:
+        """See `CpuKVCache.record`."""
+        slot, position = index
+        place = slot[:, 0], position[:, 0]
+        self.experts[layer].index_put_(place, chosen.to(self.experts.dtype))
+
     def read(self, layer: int, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [n, kv_heads, length, head_dim] of the first positions of `slots`
         int64 [n]."""
@@ -257,6 +285,7 @@ class PaddedKVCache:
         """Copy the first `length` positions of slot `source` to slot `target`."""
         for cache in (self.keys, self.values):
             cache[:, target, :, :length] = cache[:, source, :, :length]
+        self.experts[:, target, :length] = self.experts[:, source, :length]
 
     def bucket(self, longest: int) -> int:
         """Return the number of positions that a step plans for if its longest row has `longest`: a

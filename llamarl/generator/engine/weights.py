@@ -4,7 +4,7 @@ reading of them from a checkpoint."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,20 @@ from torch import Tensor
 
 from llamarl.core.config import LoraConfig
 from llamarl.core.device.devices import platform_of
-from llamarl.model.adapter_inventory import adapter_shapes, locate_adapter, parameter_of
+from llamarl.model.adapter_inventory import adapter_shapes, locate_adapter
 from llamarl.model.architecture import (
+    DOWN,
     FUSED,
+    GATE_UP,
     LORA_A,
     LORA_B,
     AnyArchitecture,
     Architecture,
     split_dimension,
 )
+from llamarl.model.experts import segments
 from llamarl.model.inventory import check_num_ranks, locate, parameter_shapes
-from llamarl.model.safetensors_file import FileBox, read_boxes
+from llamarl.model.safetensors_file import FileBox, Piece, read_boxes
 from llamarl.publish.comparison import Fingerprints
 from llamarl.publish.fingerprint import frozen_sums
 from llamarl.publish.layout import (
@@ -120,6 +123,27 @@ class AdaptedMatrix:
         return out.addmm_(torch.mm(x, self.down), self.up, alpha=self.scale)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedExperts:
+    """The matrices of a layer's experts in eight bits: `values` [experts, out, in], and `scales`
+    [experts, out] in the activations' dtype; `scratch` as of QuantizedMatrix."""
+
+    values: Tensor
+    scales: Tensor
+    scratch: Tensor
+
+    def product(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Return the products [rows, out] of `x` [rows, in], which is sorted by expert, with the
+        matrix of each row's expert; `counts` int64 [experts]."""
+        out = x.new_empty(len(x), self.values.shape[1])
+        for expert, rows in segments(counts):
+            matrix = QuantizedMatrix(self.values[expert], self.scales[expert], self.scratch)
+            out[rows] = matrix.product(x[rows])
+        return out
+
+
+Experts = Tensor | QuantizedExperts
+
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SCALES = ".scales"
@@ -133,9 +157,13 @@ LAYER = {
     "mlp_norm": "post_attention_layernorm",
     "gate_up": "mlp.gate_up",
     "down": "mlp.down_proj",
+    "router": "mlp.gate",
 }
 """Field of LayerWeights -> the module of a layer whose weight it is, in the buffer's order; the
 module's bias is the field `<field>_bias`."""
+
+STACKED = {"expert_gate_up": GATE_UP, "expert_down": DOWN}
+"""Field of LayerWeights -> the parameter of a layer that holds the matrices of its experts."""
 
 
 class BufferLayout:
@@ -171,6 +199,8 @@ class BufferLayout:
         for layer in range(architecture.num_layers):
             for module in LAYER.values():
                 self._append(f"model.layers.{layer}.", module)
+            for name in STACKED.values():
+                self._append_stacked(f"model.layers.{layer}.{name}")
         self._append("model.", "norm")
         self._append("", "lm_head")
         if architecture.tie_embeddings and EMBEDDING in self._quantized:
@@ -204,15 +234,23 @@ class BufferLayout:
                 self._put(part, offset, (1, num_outputs) if inputs else (1,))
                 offset += size[0]
 
+    def _append_stacked(self, name: str) -> None:
+        """Append the matrices [experts, out, in] of a layer's experts, if it has them."""
+        if name in self._quantized:
+            self._append_quantized(name, [self._quantized[name]])
+        elif name in self._shapes:
+            place = self._plan.reserve(name, self._boxes[name][0], self.dtype)
+            self._put(name, place.offset)
+
     def _append_quantized(self, fused: str, parts: list[QuantizedParameter]) -> None:
         """Append the values [out, in] of matrices one below the other, and their scales [out], or
-        [1]."""
+        [1]; of a stack [experts, out, in] and [experts, out]."""
         boxes = [self._boxes[part.base] for part in parts]
-        num_outputs, num_inputs = sum(size[0] for size, _ in boxes), boxes[0][0][1]
+        num_rows, row = sum(size[0] for size, _ in boxes), boxes[0][0][1:]
         form, plan = parts[0].format, self._plan
-        num_scales = 1 if form.is_per_tensor else num_outputs
-        values = plan.reserve(fused, (num_outputs, num_inputs), form.dtype).offset
-        scales = plan.reserve(fused + SCALES, (num_scales,), form.scale_dtype).offset
+        scale_shape = (1,) if form.is_per_tensor else (num_rows, *row[:-1])
+        values = plan.reserve(fused, (num_rows, *row), form.dtype).offset
+        scales = plan.reserve(fused + SCALES, scale_shape, form.scale_dtype).offset
         for part, (size, start) in zip(parts, boxes, strict=True):
             shape = self._shapes[part.base]
             plan.put(part.values, shape, (size, start), form.dtype, values)
@@ -220,9 +258,9 @@ class BufferLayout:
             if form.is_per_tensor:
                 plan.put(part.scales, (1,), ((1,), (0,)), form.scale_dtype, scales)
             else:
-                rows = size[:1], start[:1]
-                plan.put(part.scales, shape[:1], rows, form.scale_dtype, scales)
-                scales += size[0]
+                rows = size[:-1], start[:-1]
+                plan.put(part.scales, shape[:-1], rows, form.scale_dtype, scales)
+                scales += math.prod(size[:-1])
 
     def _put(self, name: str, offset: int, strides: Shape | None = None) -> None:
         self._plan.put(name, self._shapes[name], self._boxes[name], self.dtype, offset, strides)
@@ -254,6 +292,8 @@ Matrix = Tensor | QuantizedMatrix | AdaptedMatrix
 class LayerWeights:
     """The weights of one layer; matrices are [in, out].
 
+    A layer has `gate_up` and `down`, or a router, which is a float32 copy, and experts.
+
     The norms' weights are float32 copies times the square root of their size, which saves one
     operation per norm: `decoder.normalize`."""
 
@@ -265,10 +305,13 @@ class LayerWeights:
     output: Matrix
     output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Matrix
+    gate_up: Matrix | None
     gate_up_bias: Tensor | None
-    down: Matrix
+    down: Matrix | None
     down_bias: Tensor | None
+    router: Tensor | None
+    expert_gate_up: Experts | None
+    expert_down: Experts | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -302,15 +345,28 @@ def bind(
         assert scratch is not None
         return QuantizedMatrix(found, layout.fused[name + SCALES].view(flat), scratch)
 
+    def stack(name: str) -> Experts | None:
+        if name not in layout.fused:
+            return None
+        found = layout.fused[name].view(flat)
+        if name + SCALES not in layout.fused:
+            return found
+        assert scratch is not None
+        return QuantizedExperts(found, layout.fused[name + SCALES].view(flat), scratch)
+
     def norm(name: str) -> Tensor:
         weight = layout.fused[name].view(flat).float()
         return weight * weight.shape[0] ** 0.5
 
-    def of_layer(layer: int, field: str) -> Matrix | None:
+    def of_layer(layer: int, field: str) -> Matrix | Experts | None:
+        if field in STACKED:
+            return stack(f"model.layers.{layer}.{STACKED[field]}")
         kind = "bias" if field.endswith("_bias") else "weight"
         name = f"model.layers.{layer}.{LAYER[field.removesuffix('_bias')]}.{kind}"
         if name not in layout.fused:
             return None
+        if field == "router":
+            return layout.fused[name].view(flat).float()
         return norm(name) if field.endswith("norm") else view(name)
 
     names = [field.name for field in fields(LayerWeights)]
@@ -411,7 +467,7 @@ def tensors(weights: Weights) -> Iterator[Tensor]:
             if isinstance(value, AdaptedMatrix):
                 yield from (value.down, value.up)
                 value = value.base
-            if isinstance(value, QuantizedMatrix):
+            if isinstance(value, QuantizedMatrix | QuantizedExperts):
                 yield from (value.values, value.scales)
             elif isinstance(value, Tensor):
                 yield value
@@ -465,7 +521,7 @@ def load_adapter_boxes(
     as `load_boxes`."""
     shapes = {name: layout.shape for name, layout in parameters.items()}
     files = locate_adapter(Path(folder), shapes)
-    read_boxes(files, lambda name: _targets(flat, parameters[parameter_of(name)]))
+    read_boxes(files, lambda name: _targets(flat, parameters[name]))
 
 
 def sums_of_boxes(
@@ -487,7 +543,7 @@ def _load_quantized(
     parameters: Mapping[str, ParameterLayout],
     flat: Tensor,
     parts: Sequence[QuantizedParameter],
-    files: Mapping[str, Path],
+    files: Mapping[str, Iterable[Piece]],
     rounded_to: torch.dtype,
 ) -> None:
     """Quantise the rank's own rows of a matrix, or several matrices that share one scale, of which
@@ -500,8 +556,9 @@ def _load_quantized(
         last = max((box.stop[0] for box in layout.boxes), default=0)
         if form.is_per_tensor:
             first, last = 0, layout.shape[0]
-        rows = torch.empty((last - first, layout.shape[1]), dtype=getattr(torch, form.base_dtype))
-        targets: list[FileBox] = [((first, 0), rows)]
+        shape = (last - first, *layout.shape[1:])
+        rows = torch.empty(shape, dtype=getattr(torch, form.base_dtype))
+        targets: list[FileBox] = [((first, *[0] * (rows.ndim - 1)), rows)]
         read_boxes({part.base: files[part.base]}, {part.base: targets}.__getitem__)
         _round(rows, rounded_to)
         matrices.append((first, rows))
@@ -515,6 +572,6 @@ def _load_quantized(
         values = parameters[part.values]
         for box in values.boxes:
             held = slice(box.start[0] - first, box.stop[0] - first)
-            own = rows[held, box.start[1] : box.stop[1]].to(flat.device)
+            own = rows[held, ..., box.start[-1] : box.stop[-1]].to(flat.device)
             by = found if form.is_per_tensor else found[held]
             view_box(flat, values, box).copy_(quantize(own, by, form))
