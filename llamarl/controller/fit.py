@@ -103,7 +103,7 @@ def _model_bytes(a: Architecture) -> int:
 def _token_bytes(a: Architecture) -> int:
     """Return the bytes that one token takes in a pass."""
     heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    channels = 2 * a.hidden_size + heads + a.intermediate_size
+    channels = 2 * a.hidden_size + heads + a.active_channels
     return WIDE_BYTES * 16 * ((a.num_layers + 4) * channels + a.vocab_size)
 
 

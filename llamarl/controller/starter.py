@@ -31,6 +31,8 @@ from llamarl.core.errors import ExecutorLost, all_at_once
 from llamarl.core.faces import Environment, GeneratorReplica, Storage, Worker
 from llamarl.generator.specs import CollectorSpec, GeneratorSpec, Resettable
 from llamarl.metrics.console import ReportState
+from llamarl.model.architecture import Architecture, read_any_architecture
+from llamarl.model.inventory import replays_routing
 from llamarl.publish.layout import kinds_of
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.prompt_inputs import context_of
@@ -186,6 +188,7 @@ class Specs:
             seed=config.seed,
             adapter=inputs.adapter,
             kinds=kinds_of(config.generator, inputs.architecture),
+            replays_routing=replays_routing(config, inputs.architecture),
         )
 
     def _generator(self, replica: int, played: Mapping[int, Executor]) -> GeneratorSpec:
@@ -212,6 +215,7 @@ class Specs:
             tokenizer=self.inputs.tokenizer_folder,
             lora=config.trainer.lora,
             base_dtype=config.trainer.compute_dtype,
+            records_experts=replays_routing(config, self.inputs.architecture),
             adapter=self.inputs.adapter,
             config=generator_of(config.generator, replica),
             weights=config.weights,
@@ -221,6 +225,19 @@ class Specs:
             run_id=run_id,
             environments=Environments(links, near[0], context_of(config)) if links else None,
         )
+
+    def _can_replay(self, frozen: FrozenModel) -> bool:
+        """Return whether a frozen model can send tokens to the experts that generators record."""
+        config, policy = self.config, self.inputs.architecture
+        if not replays_routing(config, policy):
+            return False
+        model = read_any_architecture(Path(config.recipe_dir, frozen.checkpoint))
+        if not (isinstance(policy, Architecture) and isinstance(model, Architecture)):
+            return False
+        a, b = policy.experts, model.experts
+        if a is None or b is None or policy.sparse_layers != model.sparse_layers:
+            return False
+        return (a.num_experts, a.num_chosen) == (b.num_experts, b.num_chosen)
 
     def _environment(self, index: int) -> EnvironmentSpec:
         config, inputs = self.config, self.inputs
@@ -250,6 +267,7 @@ class Specs:
                 config=replace(config.trainer, lora=LoraConfig()),
                 sampling=config.sampling,
                 storage=storage,
+                replays_routing=self._can_replay(stage.run),
             )
         if stage.is_external:
             units = storage_specs(config, self.run_dir)

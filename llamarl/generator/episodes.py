@@ -216,4 +216,5 @@ def _with_observation(written: PartialOutput, tokens: Sequence[int]) -> PartialO
         ids=np.concatenate([written.ids, np.array(tokens, np.int32)]),
         logprobs=np.concatenate([written.logprobs, np.zeros(num_tokens, np.float32)]),
         versions=np.concatenate([written.versions, np.full(num_tokens, NO_VERSION, np.int32)]),
+        experts=written.experts,
     )

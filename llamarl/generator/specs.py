@@ -51,6 +51,8 @@ class GeneratorSpec:
     tokenizer: str
     lora: LoraConfig = field(default_factory=LoraConfig)
     base_dtype: str = "float32"
+    records_experts: bool = False
+    """Whether the experts of each token are stored with its rollout."""
     adapter: str | None = None
     config: GeneratorConfig
     weights: WeightsConfig

@@ -32,6 +32,7 @@ from llamarl.core.records import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
     RESPONSE_IDS,
+    ROUTED_EXPERTS,
     SAMPLING,
     TOKEN_VERSIONS,
     FinishReason,
@@ -43,7 +44,8 @@ from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.generator.protocol import Engine, PartialOutput, RequestOutput
 from llamarl.generator.specs import GeneratorSpec, Resettable
 from llamarl.metrics.span import Spans
-from llamarl.model.architecture import read_architecture
+from llamarl.model.architecture import Architecture, read_architecture
+from llamarl.model.experts import as_cell, read_cell
 from llamarl.model.tokenizer import load_tokenizer
 from llamarl.publish.comparison import Fingerprints
 from llamarl.publish.layout import BUFFER, RankLayout, Route, StagingHandle
@@ -57,23 +59,36 @@ from llamarl.storage.client import RecordingStore
 STORE_S = 1.0
 
 
-async def read_written(storage: ColumnStore, requests: list[Request]) -> dict[int, PartialOutput]:
-    """Return the tokens that these resumed rollouts have so far, by row id."""
+async def read_written(
+    storage: ColumnStore, requests: list[Request], recorded: Architecture | None = None
+) -> dict[int, PartialOutput]:
+    """Return the tokens that these resumed rollouts have so far, by row id, with the record of
+    their experts by the model of this architecture."""
     row_ids = [request.row_id for request in requests]
     names = [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS]
-    columns = await storage.read(row_ids, names)
-    return {
+    more = [ROUTED_EXPERTS] * (recorded is not None)
+    columns = await storage.read(row_ids, [*names, *more])
+    found = {
         row_id: PartialOutput(ids=ids, logprobs=logprobs, versions=versions)
         for row_id, ids, logprobs, versions in zip(
             row_ids, *(columns[name] for name in names), strict=True
         )
     }
+    if recorded is not None:
+        for written, cell in zip(found.values(), columns[ROUTED_EXPERTS], strict=True):
+            written.experts = read_cell(cell, None, recorded)
+    return found
 
 
 async def write_finished(
-    storage: ColumnStore, finished: list[RequestOutput], writer: str = ""
+    storage: ColumnStore,
+    finished: list[RequestOutput],
+    writer: str = "",
+    *,
+    has_experts: bool = False,
 ) -> None:
-    """Store the columns of these rollouts, except of those that begin again."""
+    """Store the columns of these rollouts, except of those that begin again; the record of their
+    experts if `has_experts`."""
     kept = [item for item in finished if item.episode is None or not item.episode.is_lost]
     alike: dict[tuple[str, ...], list[RequestOutput]] = {}
     for item in kept:
@@ -86,6 +101,8 @@ async def write_finished(
             TOKEN_VERSIONS: [item.written.versions for item in some],
             SAMPLING: [_sampling_row(item.request, item.reason) for item in some],
         }
+        if has_experts:
+            columns[ROUTED_EXPERTS] = [as_cell(item.written.experts) for item in some]
         rewards = [*map(_rewards, some)]
         columns |= {name: [cells[name] for cells in rewards] for name in rewards[0]}
         await storage.write([item.request.row_id for item in some], columns, writer)
@@ -149,6 +166,7 @@ class GeneratorWorker(
         self._storage = RecordingStore(spec.storage, spans)
         self._storing, self._receiving = Background(), Background()
         self._loading = asyncio.Lock()  # of the tokenizer
+        self._recorded: Architecture | None = None  # the model whose experts are recorded
         self._kept = KeptRows[RolloutInfo]()
         self._taking = asyncio.Lock()  # a question whose asker is lost may still wait
         self._processed: tuple[Tensor, Any] | None = None  # memory, what the engine made of it
@@ -161,6 +179,8 @@ class GeneratorWorker(
         """Make engine and memory, and load the weights. Raises ValueError if the checkpoint is
         bad."""
         rank, num_ranks = self._rank, self._num_ranks
+        if self._spec.records_experts:
+            self._recorded = read_architecture(self._spec.checkpoint)
         self._output = output = EngineOutput(asyncio.get_running_loop(), is_kept=rank == 0)
         if num_ranks == 1:
             thread = ComputeThread(self._name, on_error=output.fail)
@@ -214,7 +234,8 @@ class GeneratorWorker(
         resumed = [request for request in requests if request.resume]
         written: dict[int, PartialOutput] = {}
         if resumed:
-            written = await self._storing.wait_for(read_written(self._storage, resumed))
+            reading = read_written(self._storage, resumed, self._recorded)
+            written = await self._storing.wait_for(reading)
         key = ("submit", [(request.row_id, request.resume) for request in requests])
         await self._decoding.run(partial(self._decoding.submit, requests, written, session), key)
 
@@ -241,7 +262,8 @@ class GeneratorWorker(
         while not is_ready and (left_s := end_s - clock()) > 0:
             finished, is_ready = await self._output.take(min(left_s, STORE_S))
             if finished:
-                await write_finished(storage, finished)
+                has_experts = self._recorded is not None
+                await write_finished(storage, finished, has_experts=has_experts)
                 self._kept.add(rollout_info(item, self._spec.replica) for item in finished)
 
     async def abort_requests(self, row_ids: list[int]) -> None:
@@ -398,6 +420,7 @@ class GeneratorWorker(
         if isinstance(config, VllmConfig):
             from llamarl.generator.vllm.engine import VllmEngine  # here, for it imports vLLM
 
+            place |= {"records_experts": spec.records_experts}
             return VllmEngine(spec.checkpoint, config, run_id=spec.run_id, **place)
         assert isinstance(config, EmbeddedConfig)
         return EmbeddedEngine(read_architecture(spec.checkpoint), config, **place)
