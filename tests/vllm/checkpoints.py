@@ -35,6 +35,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "qwen25": {"model_type": "qwen2", "hidden_size": 128, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3"},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "olmoe": {
+        "model_type": "olmoe",
+        "hidden_size": 128,
+        "num_experts": 5,
+        "num_experts_per_tok": 1,
+        "pad_token_id": None,
+    },
 }
 
 

@@ -27,6 +27,7 @@ def make_engine(
     num_ranks: int = 1,
     keeps_addresses: bool | None = None,
     lora: LoraConfig | None = None,
+    records_experts: bool = False,
     **changes,
 ) -> VllmEngine:
     return VllmEngine(
@@ -38,6 +39,7 @@ def make_engine(
         run_id="test",
         keeps_addresses=keeps_addresses,
         lora=lora,
+        records_experts=records_experts,
     )
 
 

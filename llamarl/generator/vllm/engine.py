@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from llamarl.core.config import LoraConfig, VllmConfig
+from llamarl.core.device.names import CPU
+from llamarl.core.fields import require
 from llamarl.core.groups import turn_start
 from llamarl.core.records import FinishReason, Request
 from llamarl.generator.engine.scheduler import (
@@ -24,6 +26,7 @@ from llamarl.generator.engine.scheduler import (
 )
 from llamarl.generator.engine.weights import DTYPES, load_adapter_boxes, load_boxes, sums_of_boxes
 from llamarl.generator.protocol import PartialOutput, RequestOutput
+from llamarl.generator.vllm.experts import RolloutRecord, RouterCapture
 from llamarl.generator.vllm.limits import check_installed, check_temperature
 from llamarl.generator.vllm.recorder import record
 from llamarl.generator.vllm.settings import end_core, make_core, set_environment
@@ -35,8 +38,8 @@ from llamarl.generator.vllm.staging import (
     process,
 )
 from llamarl.model.adapter_inventory import adapter_shapes
-from llamarl.model.architecture import read_any_architecture
-from llamarl.model.inventory import parameter_shapes
+from llamarl.model.architecture import Architecture, read_any_architecture
+from llamarl.model.inventory import file_pieces, parameter_shapes
 from llamarl.publish.comparison import Fingerprints
 from llamarl.publish.fingerprint import key_of
 from llamarl.publish.layout import format_of
@@ -58,10 +61,17 @@ class VllmRollout:
     versions: list[int]
     turn: int = 0
     num_kept: int = 0
+    record: RolloutRecord | None = None
+    num_returned: int = 0  # rows of the record that vLLM has returned itself
 
     def written(self) -> PartialOutput:
         """Return the tokens so far as arrays."""
+        experts = {}
+        if self.record is not None:
+            num_fed = len(self.request.prompt_ids) + len(self.ids) - 1
+            experts = {"experts": self.record.rows(num_fed)}
         return PartialOutput(
+            **experts,
             ids=np.array(self.ids, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
@@ -148,7 +158,8 @@ class VllmEngine:
 
     `checkpoint` gives the architecture; weights come with the first commit. `rendezvous` is a path
     that no other replica uses. With `keeps_addresses` weights are copied to where vLLM allocated
-    them (None: if captured graphs need it). Raises ValueError if vLLM is not the supported version,
+    them (None: if captured graphs need it). With `records_experts` rollouts have the experts of
+    their tokens. Raises ValueError if vLLM is not the supported version,
     or cannot run this checkpoint or config here."""
 
     def __init__(
@@ -162,8 +173,13 @@ class VllmEngine:
         run_id: str,
         lora: LoraConfig | None = None,
         keeps_addresses: bool | None = None,
+        records_experts: bool = False,
     ) -> None:
         check_installed()
+        if records_experts and config.device != CPU:  # vLLM begins a preempted one's again
+            must = "be keep with generator=vllm on GPUs and trainer.routing_replay=auto"
+            is_kept = config.kv_after_commit == "keep"
+            require(is_kept, "generator.kv_after_commit", must, config.kv_after_commit)
         set_environment(config.device)
         self.architecture = read_any_architecture(checkpoint)
         self.version = -1
@@ -180,6 +196,7 @@ class VllmEngine:
             rendezvous=rendezvous,
             run_id=run_id,
             lora=lora,
+            records_experts=records_experts,
         )
         self._runner = self._core.model_executor.driver_worker.model_runner
         self._model = self._runner.get_model()
@@ -194,6 +211,11 @@ class VllmEngine:
         with self._without_adapters():
             self._record(checkpoint, keeps_addresses)
         self.memory = self._whole if self._adapters is None else self._adapters.memory
+        self._records_experts = records_experts
+        self._capture: RouterCapture | None = None
+        if records_experts and config.device == CPU:
+            assert isinstance(self.architecture, Architecture)
+            self._capture = RouterCapture(self._runner, self.architecture)
         self._queue = Queue()
         self._running: dict[str, VllmRollout] = {}
         self._num_started = 0
@@ -204,8 +226,10 @@ class VllmEngine:
         config = self._config
         self._parameters = dict(self._model.named_parameters())
         shapes, dtype = parameter_shapes(self.architecture), DTYPES[config.dtype]
-        recording = record(self._model, shapes, dtype, self._format)
+        pieces = file_pieces(self.architecture)
+        recording = record(self._model, shapes, dtype, self._format, pieces)
         self._places, self._turned = recording.places, recording.turned
+        self._experts = recording.experts
         self._is_derived = recording.memory.is_staged
         if self._turned:
             self._check_quantiser()
@@ -279,7 +303,7 @@ class VllmEngine:
     def _install(self, views: Mapping[str, Tensor]) -> None:
         """Let vLLM compute with the whole model that lies in these views."""
         if self._is_derived:
-            process(self._model, self._core.vllm_config.model_config, views)
+            process(self._model, self._core.vllm_config.model_config, views, self._experts)
         elif self._whole.is_staged:
             for name, view in views.items():
                 self._parameters[name].data.copy_(view)
@@ -315,6 +339,11 @@ class VllmEngine:
                     waiting, number, self.version, self._config.max_model_len, self._adapter
                 )
                 self._running[running.key] = running
+                if self._records_experts:
+                    num_prompt = len(waiting.request.prompt_ids)
+                    running.record = RolloutRecord(waiting.written.experts, num_prompt)
+                if self._capture is not None and running.record is not None:
+                    self._capture.records[running.key] = running.record
                 self._core.add_request(*self._core.preprocess_add_request(request))
         return 0
 
@@ -359,7 +388,7 @@ class VllmEngine:
         """Raise RuntimeError, at the first commit, unless vLLM's parameters equal the flat
         memory."""
         held = dict(self._model.named_parameters())
-        as_loaded = {n for n in processed if is_as_loaded(held[n], processed[n])}
+        as_loaded = {n for n in processed if is_as_loaded(held[n], processed[n])} - self._experts
         is_copied = self._whole.is_staged
         for name in as_loaded if self._is_derived else processed:
             mine, theirs = held[name].data, processed[name]
@@ -384,6 +413,9 @@ class VllmEngine:
     def _append(self, running: VllmRollout, output: Any) -> None:
         if output.prefill_stats is not None and running.request.resume:
             running.num_kept = output.prefill_stats.num_cached_tokens
+        if output.routed_experts is not None and running.record is not None:
+            running.record.add(running.num_returned, output.routed_experts)
+            running.num_returned += len(output.routed_experts)
         if output.new_token_ids:
             running.ids += output.new_token_ids
             running.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
@@ -408,7 +440,16 @@ class VllmEngine:
         self._retire(running, reason)
 
     def _retire(self, running: VllmRollout, reason: FinishReason) -> None:
+        num_fed = len(running.request.prompt_ids) + len(running.ids) - 1
+        is_ended = reason is not FinishReason.ABORTED
+        if running.record is not None and is_ended and running.record.num_rows < num_fed:
+            raise RuntimeError(
+                f"vLLM must return the experts of {num_fed} tokens of row "
+                f"{running.request.row_id}, got those of {running.record.num_rows}"
+            )
         del self._running[running.key]
+        if self._capture is not None:
+            self._capture.records.pop(running.key, None)
         self._done.append(
             RequestOutput(request=running.request, written=running.written(), reason=reason)
         )

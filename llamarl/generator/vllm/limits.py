@@ -42,10 +42,11 @@ def check_limits(config: VllmConfig, architecture: AnyArchitecture) -> None:
     if isinstance(architecture, OtherArchitecture):
         return  # vLLM refuses at its start what it cannot run
     a, num_ranks = architecture, config.num_ranks
-    if a.num_heads % num_ranks or a.intermediate_size % num_ranks:
+    inner = a.intermediate_size if a.experts is None else a.experts.intermediate_size
+    if a.num_heads % num_ranks or inner % num_ranks:
         raise ValueError(
             f"generator.num_ranks must divide the checkpoint's {a.num_heads} attention heads and "
-            f"{a.intermediate_size} intermediate channels, got {num_ranks}"
+            f"{inner} intermediate channels, got {num_ranks}"
         )
     if a.num_kv_heads % num_ranks and num_ranks % a.num_kv_heads:
         raise ValueError(

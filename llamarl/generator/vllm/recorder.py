@@ -6,8 +6,8 @@ its slices, without a table of names: a publish writes exactly what vLLM would l
 
 A loader that does more than copy rectangles is refused, so the layout is never wrong."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.generator.vllm.staging import VLLM_SCALE, loading_form
+from llamarl.model.inventory import FilePiece
 from llamarl.publish.layout import (
     BUFFER,
     Box,
@@ -29,27 +30,49 @@ from llamarl.publish.target import Memory, MemoryPlan, Place
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """The memory of this rank, and the `places` of vLLM's parameters in it, by name. vLLM computes
-    with transposed views of the parameters that are `turned`."""
+    with transposed views of the parameters that are `turned`, and with others of the same form that
+    it makes of those of `experts`, whose kernels want them packed or shuffled."""
 
     memory: Memory
     places: dict[str, Place]
     turned: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor of the files: the parameter `name` that it is a part of, the index in that where it
+    begins, and its shape there."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The tensor's own shape, which lacks the dimension of experts if it is one expert's."""
+        return self.shape[1:] if len(self.shape) == 3 and self.shape[0] == 1 else self.shape
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
     """One copy of the loader: a view of a source tensor into a view of a parameter."""
 
-    name: str
+    whole: _Source
     source: Tensor
     parameter: str
     target: Tensor
 
+    @property
+    def name(self) -> str:
+        """The parameter, by its name in a checkpoint, that is loaded."""
+        return self.whole.name
+
 
 class _Recorder(TorchDispatchMode):
-    """Records copies from `sources` into `parameters` (storage id -> name), executing none."""
+    """Records copies from `sources` into `parameters` (by storage id), executing none."""
 
-    def __init__(self, sources: dict[int, str], parameters: dict[int, str]) -> None:
+    def __init__(self, sources: dict[int, _Source], parameters: dict[int, str]) -> None:
         super().__init__()
         self.sources, self.parameters = sources, parameters
         self.loads: list[_Load] = []
@@ -58,12 +81,13 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             target, source = args[0], args[1]
-            name = self.sources.get(_storage(source))
+            whole = self.sources.get(_storage(source))
             parameter = self.parameters.get(_storage(target))
-            if name and parameter and source.shape == target.shape:
-                self.loads.append(_Load(name, source, parameter, target))
+            if whole and parameter and source.shape == target.shape:
+                self.loads.append(_Load(whole, source, parameter, target))
             else:
-                self.refused.append(name or parameter or "an unnamed tensor")
+                name = whole.name if whole else parameter
+                self.refused.append(name or "an unnamed tensor")
             return target
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             return args[0]  # padding, which no publish writes
@@ -75,8 +99,10 @@ def record(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     format_: Format | None = None,
+    pieces: Iterable[FilePiece] | None = None,
 ) -> Recording:
-    """Lay out this rank's part of the parameters `shapes` (Hugging Face name -> global shape).
+    """Lay out this rank's part of the parameters `shapes` (name -> global shape), which lie in
+    files as these `pieces` (None: each is a tensor of its name).
 
     If vLLM computes with the matrices of `format_` in that form, their values and scales are laid
     out in place of them. Raises ValueError if vLLM's loader does more than copy, or skips a weight
@@ -84,13 +110,20 @@ def record(
     live = dict(model.named_parameters(remove_duplicate=False))
     with loading_form(model), torch.no_grad():
         forms = dict(model.named_parameters(remove_duplicate=False))
-        weights = [(name, torch.empty(s, dtype=dtype, device="meta")) for name, s in shapes.items()]
+        if pieces is None:
+            pieces = ((name, name, (0,) * len(shape), shape) for name, shape in shapes.items())
+        sources = {tensor: _Source(name, *box) for name, tensor, *box in pieces}
+        weights = {
+            tensor: torch.empty(source.file_shape, dtype=dtype, device="meta")
+            for tensor, source in sources.items()
+        }
         recorder = _Recorder(
-            {_storage(tensor): name for name, tensor in weights},
-            {_storage(tensor): name for name, tensor in forms.items()},
+            {_storage(weight): sources[tensor] for tensor, weight in weights.items()},
+            # A parameter that two modules share has the name of the first.
+            {_storage(tensor): name for name, tensor in reversed(forms.items())},
         )
         with recorder:
-            model.load_weights(iter(weights))  # type: ignore[operator]
+            model.load_weights(iter(weights.items()))  # type: ignore[operator]
         loads = recorder.loads
         _check(recorder, forms, live, shapes, dtype)
         made = {} if format_ is None else {e.base: e for e in quantized_parameters(shapes, format_)}
@@ -99,20 +132,22 @@ def record(
         plan = _arrange(loads, forms, dtype, quantized)
         places, parameters = plan.places, plan.parameters
         for name, shape in shapes.items():
-            boxes = tuple(_boxes(name, shape, loads, places))
+            boxes = tuple(_joined([*_boxes(name, loads, places)]))
             if name in made:
                 parameters |= _layouts(made[name], shape, boxes, loads, places)
             else:
                 own = str(dtype).removeprefix("torch.")
                 parameters[name] = ParameterLayout(shape=tuple(shape), dtype=own, boxes=boxes)
         plain = [name for name in forms if name in places and name not in quantized]
+        experts = frozenset(load.parameter for load in loads if len(load.whole.shape) == 3)
         is_staged = any(_differ(forms[name], live.get(name)) for name in plain) or (
-            live.keys() != forms.keys() | places.keys()
+            live.keys() != forms.keys() | places.keys() or bool(experts)
         )
     return Recording(
         memory=plan.memory(is_staged=is_staged),
         places=places,
         turned=frozenset(quantized),
+        experts=experts,
     )
 
 
@@ -208,25 +243,51 @@ def _arrange(
     return plan
 
 
-def _boxes(
-    name: str, shape: tuple[int, ...], loads: list[_Load], places: dict[str, Place]
-) -> Iterator[Box]:
-    strides = torch.empty(shape, device="meta").stride()
+def _boxes(name: str, loads: list[_Load], places: dict[str, Place]) -> Iterator[Box]:
     for load in loads:
         if load.name != name:
             continue
-        source, target = load.source, load.target
-        start, rest = [], int(source.storage_offset())
-        for stride in strides:
-            start.append(rest // stride)
+        source, target, whole = load.source, load.target, load.whole
+        index, rest = [], int(source.storage_offset())
+        for stride in torch.empty(whole.file_shape, device="meta").stride():
+            index.append(rest // stride)
             rest %= stride
+        sizes, strides = [*source.shape], [*target.stride()]
+        if len(index) < len(whole.shape):  # of one expert
+            index, sizes, strides = [0, *index], [1, *sizes], [sizes[0] * strides[0], *strides]
+        start = tuple(a + b for a, b in zip(whole.start, index, strict=True))
         yield Box(
-            start=tuple(start),
-            stop=tuple(a + n for a, n in zip(start, source.shape, strict=True)),
+            start=start,
+            stop=tuple(a + n for a, n in zip(start, sizes, strict=True)),
             buffer=BUFFER,
             offset=places[load.parameter].offset + int(target.storage_offset()),
-            strides=tuple(target.stride()),
+            strides=tuple(strides),
         )
+
+
+def _joined(boxes: list[Box]) -> Iterator[Box]:
+    """Yield the boxes, with those of successive experts that lie equally far apart as one."""
+    if not boxes or len(boxes[0].start) < 3:
+        yield from boxes
+        return
+    alike: dict[object, list[Box]] = {}
+    for box in boxes:
+        look = box.start[1:], box.stop[1:], box.strides[1:]
+        alike.setdefault(look, []).append(box)
+    for members in alike.values():
+        members.sort(key=lambda box: box.start[0])
+        begin = 0
+        while begin < len(members):
+            first, end = members[begin], begin + 1
+            step = first.strides[0]
+            while end < len(members) and members[end].start[0] == members[end - 1].stop[0]:
+                further = members[end].offset - members[end - 1].offset
+                if end > begin + 1 and further != step:
+                    break
+                step, end = further, end + 1
+            stop = (members[end - 1].stop[0], *first.stop[1:])
+            yield replace(first, stop=stop, strides=(step, *first.strides[1:]))
+            begin = end
 
 
 def _check(
@@ -241,7 +302,7 @@ def _check(
     loads = recorder.loads
     refused = list(recorder.refused)
     for load in loads:
-        whole = torch.empty(shapes[load.name], device="meta").stride()
+        whole = torch.empty(load.whole.file_shape, device="meta").stride()
         if load.source.stride() != whole or load.target.dtype != dtype:
             refused.append(load.name)
     if refused:

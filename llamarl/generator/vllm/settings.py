@@ -59,9 +59,11 @@ def make_core(
     rendezvous: str,
     run_id: str,
     lora: LoraConfig,
+    records_experts: bool = False,
 ) -> Any:
     """Return vLLM's EngineCore with random weights, in this process, as `rank` of `num_ranks`, with
-    a slot for one adapter if `lora` is used.
+    a slot for one adapter if `lora` is used. On a GPU it returns the experts of tokens if
+    `records_experts`.
 
     `rendezvous` is a path that no other replica uses; with one rank it may be empty. Raises
     ValueError, in one line, if vLLM cannot run this checkpoint with this config on this machine."""
@@ -91,6 +93,7 @@ def make_core(
         if config.device == "cpu":
             _keep_weights_plain()
         else:
+            arguments.enable_return_routed_experts = records_experts
             total_bytes = platform_of(device).card(device).memory_bytes
             arguments.gpu_memory_utilization = memory_share(config, architecture, total_bytes)
         core = EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from llamarl.core.config import LoraConfig
 from llamarl.core.device.devices import platform_of
+from llamarl.core.device.names import CPU
 from llamarl.model.adapter_inventory import adapted_modules, adapter_shapes
 from llamarl.model.architecture import LORA_A, LORA_B, AnyArchitecture
 from llamarl.publish.layout import Format
@@ -155,12 +156,19 @@ def loading_form(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Recompute the model's parameters from `tensors`, its parameters in loading form by name.
+def process(
+    model: nn.Module,
+    model_config: Any,
+    tensors: Mapping[str, Tensor],
+    experts: Collection[str] = (),
+) -> None:
+    """Recompute the model's parameters from `tensors`, its parameters in loading form by name; of
+    those of `experts` also where the form is the same.
 
-    No reference to `tensors` is kept. They may be in host memory: a tensor to be quantised is
-    copied to the device of its layer, which has the kernels for it, while the layer before is
-    processed; a tensor that a layer computes with as loaded is only copied into place."""
+    No reference to `tensors` is kept, and none is changed. They may be in host memory: a tensor to
+    be quantised or packed is copied to the device of its layer, which has the kernels for it, while
+    the layer before is processed; a tensor that a layer computes with as loaded is only copied into
+    place."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -175,8 +183,13 @@ def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) 
             _put_back(layer)
     kernels = [layerwise.get_layerwise_info(layer).kernel_tensors[0] for layer, _ in filled]
     device = next(tensor.device for kernel in kernels for tensor in kernel.values())
+    of_experts = {tensors[name].data_ptr() for name in experts}
     changed = [
-        {name: tensor for name, tensor in own.items() if not is_as_loaded(kernel[name], tensor)}
+        {
+            name: tensor
+            for name, tensor in own.items()
+            if tensor.data_ptr() in of_experts or not is_as_loaded(kernel[name], tensor)
+        }
         for (_, own), kernel in zip(filled, kernels, strict=True)
     ]
     moved = on_device([group for group in changed if group], device)
@@ -185,11 +198,14 @@ def process(model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor]) 
         for name, tensor in {**own, **(next(moved) if group else {})}.items():
             if layer._parameters[name] is kernel[name]:  # never in loading form: a bias
                 kernel[name].copy_(tensor)
-            else:
-                setattr(layer, name, _like(tensor, layer._parameters[name]))
+            else:  # kernels of experts write over what they get
+                own_memory = tensor.clone() if tensor.data_ptr() in of_experts else tensor
+                setattr(layer, name, _like(own_memory, layer._parameters[name]))
         if hasattr(layer, "_already_called_process_weights_after_loading"):
             del layer._already_called_process_weights_after_loading
         method = getattr(layer, "quant_method", None)
+        if method is not None and device.type == CPU and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None  # else it would not pack them as at its start
         if isinstance(method, QuantizeMethodBase):
             method.process_weights_after_loading(layer)
             if hasattr(layer, "update_param_tp_status"):
