@@ -156,7 +156,9 @@ FUSED = Touches(hidden=16, rotated=6, copied=4, inner=4)
 """The touches of a layer that torch.compile has fused: fewer, but not the least there could be."""
 ENGINE = Touches(hidden=8, rotated=3, copied=2, inner=3)
 """The touches of kernels written for inference, with quantisation of their results."""
-
+EXPERT_COPIES = 8.0
+"""The touches of a token's hidden state for each of its experts: it is brought into their order,
+their results are brought back, widened, weighted and summed. An allowance."""
 BACKWARD_TOUCHES = 2.0
 """The bytes of a backward pass over those of the forward."""
 

@@ -16,7 +16,7 @@ from llamarl.core.device import hardware
 from llamarl.generator.memory import forecast_generator
 from llamarl.generator.vllm.limits import kv_item_bytes, kv_tokens
 from llamarl.model.adapter_inventory import trained_shapes
-from llamarl.model.architecture import Architecture
+from llamarl.model.architecture import Architecture, is_stacked
 from llamarl.model.inventory import parameter_shapes
 from llamarl.planner import efficiency as law
 from llamarl.planner.efficiency import LAW, Touches
@@ -108,11 +108,14 @@ def _moves(config: Config, architecture: Architecture) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Numbers of parameters: all of them, those of the layers' matrices, those of the head."""
+    """Numbers of parameters: all of them, those of the layers that a token meets, those of the
+    head; all of the experts, and those of experts that a token meets."""
 
     total: int
     layers: int
     head: int
+    experts: int = 0
+    chosen: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +155,17 @@ def sizes(architecture: Architecture) -> Sizes:
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
     layers = sum(n for name, n in counts.items() if ".layers." in name)
     head = architecture.vocab_size * architecture.hidden_size
-    return Sizes(total=sum(counts.values()), layers=layers, head=head)
+    experts = sum(n for name, n in counts.items() if is_stacked(name))
+    chosen = 0
+    if (of := architecture.experts) is not None:
+        chosen = experts // of.num_experts * of.num_chosen
+    return Sizes(
+        total=sum(counts.values()),
+        layers=layers - experts + chosen,
+        head=head,
+        experts=experts,
+        chosen=chosen,
+    )
 
 
 def gemm_flops(gpu: hardware.Gpu, dtype: str, architecture: Architecture, num_ranks: int) -> float:
@@ -161,8 +174,11 @@ def gemm_flops(gpu: hardware.Gpu, dtype: str, architecture: Architecture, num_ra
     a = architecture
     queries = a.num_heads * a.head_dim / num_ranks
     keys = max(1.0, a.num_kv_heads / num_ranks) * a.head_dim
-    inner = a.intermediate_size / num_ranks
-    work = [a.hidden_size * side for side in (queries, queries, keys, keys, inner, inner, inner)]
+    work = [a.hidden_size * side for side in (queries, queries, keys, keys)]
+    if (of := a.experts) is None:
+        work += [a.hidden_size * a.intermediate_size / num_ranks] * 3
+    else:  # one expert's products are small ones
+        work += [a.hidden_size * of.intermediate_size / num_ranks] * (3 * of.num_chosen)
     # In proportion: each product's work over its rate.
     seconds = sum(each * (1 + law.GEMM_HALF_SIZE / math.sqrt(each)) for each in work)
     return gpu.flops[dtype] * gpu.gemm * LAW.gemm * sum(work) / seconds
@@ -182,7 +198,9 @@ def touched_bytes(architecture: Architecture, touches: Touches, item: int) -> fl
     queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     rotated = touches.rotated + (touches.hidden / 2 if a.qk_norm else 0.0)
     elements = touches.hidden * a.hidden_size + rotated * (queries + keys)
-    elements += touches.copied * (2 * queries + 2 * keys) + touches.inner * a.intermediate_size
+    elements += touches.copied * (2 * queries + 2 * keys) + touches.inner * a.active_channels
+    if a.experts is not None:  # a token is copied to each of its experts, and their sum is taken
+        elements += law.EXPERT_COPIES * a.experts.num_chosen * a.hidden_size
     return a.num_layers * item * elements
 
 
@@ -215,6 +233,14 @@ def trainer_times(config: Config, architecture: Architecture) -> TrainerTimes:
     moved = num_moves * a.num_layers * a.hidden_size * item * (tensor - 1) / tensor
     tensor_s = moved / bytes_per_s(config, gpu, tensor)
     waits_s = num_moves * a.num_layers * latency_s(config, tensor, law.COLLECTIVE_S)
+    if a.experts is not None and trainer.expert_parallel > 1:
+        # Tokens go to their experts and back, forward and backward, and again if recomputed.
+        ranks, num_trips = trainer.expert_parallel, 6 if checkpointing == "full" else 4
+        rows = num_trips * len(a.sparse_layers) * a.experts.num_chosen / tensor
+        away = rows * a.hidden_size * item * (ranks - 1) / ranks
+        tensor_s += away / bytes_per_s(config, gpu, ranks)
+        num_calls = len(a.sparse_layers) * (num_trips + num_trips // 2)  # with those of the counts
+        waits_s += num_calls * latency_s(config, ranks, law.COLLECTIVE_S)
     gather_s, reduce_s = _sharding(config, architecture, gpu)
     num_kernels = law.FUSED_KERNELS if is_fused else law.EAGER_KERNELS
     local = num_trained / (trainer.num_shard_ranks * tensor)
@@ -254,7 +280,9 @@ def _sharding(config: Config, architecture: Architecture, gpu: hardware.Gpu) -> 
     trainer, count = config.trainer, sizes(architecture)
     shard, tensor = trainer.num_shard_ranks, trainer.tensor_parallel
     rate = bytes_per_s(config, gpu, shard, tensor)
-    elements = count.total / tensor * (shard - 1) / shard
+    elements = (count.total - count.experts) / tensor * (shard - 1) / shard
+    of_expert = trainer.num_expert_shard_ranks
+    elements += count.experts / trainer.expert_parallel * (of_expert - 1) / of_expert
     start_s = architecture.num_layers * latency_s(config, shard, law.COLLECTIVE_S, tensor)
     gather_s = elements * DTYPE_BYTES[trainer.compute_dtype] / rate + start_s
     trained = _num_trained(config, architecture)
@@ -270,12 +298,14 @@ def _sharding(config: Config, architecture: Architecture, gpu: hardware.Gpu) -> 
 # Generator
 
 
-def generator_bytes(config: Config, architecture: Architecture) -> float:
-    """Return the bytes of weights that one generator rank reads in every decode step."""
+def generator_bytes(config: Config, architecture: Architecture) -> tuple[float, float]:
+    """Return the bytes of weights that one generator rank reads in every decode step, and those of
+    all experts, of which it reads the ones that the step's tokens go to."""
     count, generator = sizes(architecture), config.generator
     dtype_bytes = DTYPE_BYTES[generator.dtype]
     layer_bytes = dtype_bytes if generator.quantization == "none" else QUANTIZED_BYTES
-    return (count.layers * layer_bytes + count.head * dtype_bytes) / generator.num_ranks
+    plain = (count.layers - count.chosen) * layer_bytes + count.head * dtype_bytes
+    return plain / generator.num_ranks, count.experts * layer_bytes / generator.num_ranks
 
 
 def kv_bytes(config: Config, architecture: Architecture) -> float:
@@ -320,11 +350,15 @@ def generator_times(config: Config, architecture: Architecture) -> dict[str, Any
     step_s = num_sums * latency_s(config, num_ranks, start_s) + law.ENGINE_STEP_S
     if is_graph:
         step_s += a.num_layers * law.FUSED_KERNELS * law.GRAPH_KERNEL_S
+    read_bytes, expert_bytes = generator_bytes(config, architecture)
+    share = 0.0 if a.experts is None else a.experts.num_chosen / a.experts.num_experts
     kernel = hardware.FLASH3 if isinstance(generator, VllmConfig) else hardware.FLASH2
     return {
         "decode_step_s": step_s,
         "decode_row_s": sums_s + elementwise_s + sampling_s + law.ENGINE_ROW_S,
-        "decode_read_s": generator_bytes(config, architecture) / (memory * LAW.read),
+        "decode_read_s": read_bytes / (memory * LAW.read),
+        "decode_experts_s": expert_bytes / (memory * LAW.read),
+        "expert_share": share,
         "decode_context_s": math.hypot(
             kv_bytes(config, architecture) / (memory * LAW.read),
             2 * pair_flops(a) / num_ranks / (gpu.flops[dtype] * LAW.decode_attention),

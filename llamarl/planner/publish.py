@@ -43,7 +43,7 @@ from llamarl.publish.layout import MESSAGE_BYTES, ROWS_SCALE, TENSOR_SCALE, Rank
 from llamarl.publish.reshard import DTYPE_BYTES, assign_sources, num_bytes, plan, weight_kind
 from llamarl.publish.shards import rank_layout
 from llamarl.publish.transports.routes import TRANSPORTS
-from llamarl.trainer.memory import LAYER, trainer_layouts
+from llamarl.trainer.memory import trainer_layouts
 
 STAGES = {
     "maxima": "the trainer reads its shards, for the scales of 8-bit weights",
@@ -55,6 +55,7 @@ STAGES = {
 }
 """The stages of a publish, in their order; they add up to the whole."""
 WAYS = ("card", "link", "memory")
+LAYER = "model.layers.0."  # all layers are taken to be as the first
 
 Load = Counter[Device]
 Seconds = dict[int, float]

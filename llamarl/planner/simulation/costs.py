@@ -19,7 +19,9 @@ class Costs:
                              + context * decode_context_s)
 
     that is overhead, each row, matrix products (reading weights and arithmetic) and attention; or
-    the launch of its kernels. A micro-batch of n tokens whose rollouts have the lengths l takes,
+    the launch of its kernels. With experts r is decode_read_s + decode_experts_s * (1 - (1 -
+    expert_share)^rows), as a token goes to this share of them, and rows are taken to choose
+    independently. A micro-batch of n tokens whose rollouts have the lengths l takes,
     with w = n * token_s + sum(l^2) * square_s,
 
         micro_batch_s + max(w, hidden_s, launch_s) + OVERLAP * min(w, hidden_s)
@@ -38,6 +40,8 @@ class Costs:
     decode_step_s: float = 0.0
     decode_row_s: float = 0.0
     decode_read_s: float = 0.0
+    decode_experts_s: float = 0.0
+    expert_share: float = 0.0
     decode_context_s: float = 0.0
     decode_flops_s: float = 0.0
     decode_launch_s: float = 0.0
@@ -85,7 +89,9 @@ class Costs:
         before the first one."""
         if not rows or not num_steps:
             return 0.0
-        product_s = math.hypot(self.decode_read_s, rows * self.decode_flops_s)
+        read_s = self.decode_read_s
+        read_s += self.decode_experts_s * (1 - (1 - self.expert_share) ** rows)
+        product_s = math.hypot(read_s, rows * self.decode_flops_s)
         step_s = self.decode_step_s + rows * self.decode_row_s + product_s
         # The context grows by a token of each rollout and step.
         tokens = num_steps * context + rows * num_steps * (num_steps - 1) / 2
