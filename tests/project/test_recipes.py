@@ -30,6 +30,8 @@ RECIPES = {  # the most GPUs, and the number of parameters as the model's card r
     "llama31_8b_lora_1gpu": (1, 8.03e9),
     "llama31_8b_math": (16, 8.03e9),
     "llama31_8b_math_python": (16, 8.03e9),
+    "qwen3_30b_a3b_math": (16, 30.5e9),
+    "qwen3_235b_a22b_math": (768, 235.1e9),
     "llama31_70b_math": (256, 70.6e9),
     "llama31_405b_math": (1024, 405.9e9),
 }
