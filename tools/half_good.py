@@ -45,6 +45,14 @@ ARCHITECTURE: dict[str, Any] = {
     "eos_token_id": EOS,
     "torch_dtype": "float32",
 }
+MIXTURE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": ARCHITECTURE["intermediate_size"],
+    "norm_topk_prob": True,
+}
+"""What differs with experts in place of each feed-forward, which are as large as that was."""
 HELD_OUT, PROMPTS, DEMONSTRATIONS = "held_out", "prompts", "demonstrations"
 TENTHS = (HELD_OUT,) + (PROMPTS,) * 3 + (DEMONSTRATIONS,) * 6  # the set of a tenth of all questions
 
@@ -190,6 +198,7 @@ def run(
     parser.add_argument("--seed", type=int, default=0, help="of weights and demonstrations")
     parser.add_argument("--check", type=Path, help="a trained checkpoint to measure")
     parser.add_argument("--rows", type=int, help="only so many demonstrations, or questions")
+    parser.add_argument("--experts", type=int, help="a mixture of so many experts per layer")
     arguments = parser.parse_args()
     if (arguments.out is None) == (arguments.check is None):
         parser.error("give --out or --check")
@@ -198,7 +207,8 @@ def run(
     checkpoint = arguments.out / "checkpoint"
     checkpoint.mkdir(parents=True)
     write(arguments.out, arguments.seed, arguments.rows)
-    write_json(checkpoint / "config.json", ARCHITECTURE)
+    mixture = MIXTURE | {"num_experts": arguments.experts} if arguments.experts else {}
+    write_json(checkpoint / "config.json", ARCHITECTURE | mixture)
     save(new_model(checkpoint, arguments.seed), checkpoint)
     return 0
 

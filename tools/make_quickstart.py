@@ -1,6 +1,6 @@
 """Make what `recipes/quickstart` begins with: questions, tokenizer, demonstrations, random weights.
 
-    python tools/make_quickstart.py --out FOLDER             all, for `llamarl sft` (docs/sft.md)
+    python tools/make_quickstart.py --out FOLDER [--experts 8]  all, for `llamarl sft` (docs/sft.md)
     python tools/make_quickstart.py --check CHECKPOINT       is what came of it half-good?
 
 The task is "show your work": sums of 2 to 6 numbers of one or two digits. A worked answer to

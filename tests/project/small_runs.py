@@ -116,6 +116,15 @@ def check_peers(found: Found) -> None:
     assert 0 < tools["accuracy"] < 1
 
 
+def check_experts(found: Found) -> None:
+    assert found[""]["record_bytes"] == 12 * 8
+    assert found[""]["step_vs_dense"] > 0
+    for staleness in (0, 1):
+        figures = found[f"staleness {staleness}"]
+        assert figures["mismatch_ratio"] > 1
+        assert 0 < figures["tokens_moved"] <= 1
+
+
 def check_training(found: Found) -> None:
     for case in ("width 128, the quickstart", "width 256"):
         figures = found[case]
@@ -162,6 +171,7 @@ def check_positive(found: Found) -> None:
 BENCHES: dict[str, Bench] = {  # by program, and what is run of it
     "bench_async": (["--quick"], check_async),
     "bench_checkpoints": (["--megabytes=4", "--repeats=1", "--step-size=64"], check_checkpoints),
+    "bench_experts": (["--rounds=1", "--rollouts=8"], check_experts),
     "bench_generate": (["--quick", "--dtypes=float32"], check_generate),
     "bench_peers": (["--quick"], check_peers),
     "bench_planner": (["--quick"], check_planner),
