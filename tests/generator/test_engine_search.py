@@ -175,7 +175,7 @@ class Search:
         tensors = self.engine.movable("kv")
         self.away = [each.clone() if is_kept else torch.zeros_like(each) for each in tensors]
         for each in tensors:
-            each.fill_(torch.nan if each.is_floating_point() else 255)
+            each.fill_(torch.nan)
 
     def onload(self) -> None:
         if self.away is not None:

@@ -212,12 +212,12 @@ class EmbeddedEngine:
 
     def movable(self, tag: str) -> list[Tensor]:
         """Return the KV cache, or the weights beside adapters; all other weights are in the flat
-        memory. Graphs are captured again afterwards."""
+        memory. Graphs are captured again afterwards. The record of experts stays, because a rollout
+        may be given up meanwhile."""
         self._finish_steps()
         self._runner.forget()
         if tag == "kv":
-            cache = self._cache
-            return [each for each in (cache.keys, cache.values, cache.experts) if each.numel()]
+            return [self._cache.keys, self._cache.values]
         return [] if self._base is None else [self._base]
 
     def forget_prompts(self) -> None:
