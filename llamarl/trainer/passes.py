@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from llamarl.core.device.devices import platform_of, send
 from llamarl.core.device.platform import Arrival
@@ -30,12 +31,11 @@ from llamarl.core.records import (
     finish_reason,
 )
 from llamarl.model.attention import ModelInputs, make_packing
-from llamarl.model.experts import read_cell
+from llamarl.model.experts import RoutingStats, read_cell
 from llamarl.model.transformer import TrainedModel, Transformer
 from llamarl.trainer.loss_inputs import LossInputs, TokenLoss
 from llamarl.trainer.policy import Policy
 from llamarl.trainer.policy_loss import LossMetrics, interpolated, policy_loss, share_of_way
-from llamarl.trainer.routing import RoutingTotals
 from llamarl.trainer.specs import TrainerSpec
 
 
@@ -124,6 +124,46 @@ def infer(
     }
 
 
+BUSIEST, ENTROPY, MOVED = "experts/busiest_share", "experts/router_entropy", "experts/moved_share"
+
+
+class RoutingTotals:
+    """The numbers of the routers over the micro-batches of a step, kept on the device until it
+    ends."""
+
+    def __init__(self) -> None:
+        self._sums: list[torch.Tensor] = []  # float64 [layers, experts + 3]
+
+    def add(self, stats: RoutingStats, *, is_blank: bool) -> None:
+        """Count one micro-batch of this rank. One without rollouts counts nothing, but the ranks
+        meet in `reduce`."""
+        num_tokens = torch.full_like(stats.entropy, stats.num_tokens)
+        columns = (stats.entropy, stats.num_moved, num_tokens)
+        parts = [stats.counts.double(), *(each.double().unsqueeze(1) for each in columns)]
+        self._sums.append(torch.cat(parts, 1) * (not is_blank))
+
+    def reduce(self) -> tuple[dict[str, float], tuple[float, ...]]:
+        """Return the scalars over all ranks, by tag, and the load of each expert of each layer: its
+        choices over those that it would have if all were alike. Nothing without experts; all ranks
+        call it."""
+        if not self._sums:
+            return {}, ()
+        sums = torch.stack(self._sums).sum(0)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        sums = sums.cpu()
+        counts, (entropy, num_moved, num_tokens) = sums[:, :-3], sums[:, -3:].unbind(1)
+        chosen = counts.sum(1).clamp(min=1)
+        tokens = num_tokens.clamp(min=1)
+        scalars = {
+            BUSIEST: (counts.amax(1) / chosen).mean().item(),
+            ENTROPY: (entropy / tokens).mean().item(),
+            MOVED: (num_moved / chosen).mean().item(),
+        }
+        loads = counts / chosen.unsqueeze(1) * counts.shape[1]
+        return scalars, tuple(loads.flatten().tolist())
+
+
 class Passes:
     """Runs `policy` at the sampling temperature; `loss_metrics` sums the statistics of a step,
     `routing` those of its routers.
@@ -192,8 +232,8 @@ class Passes:
             with model.adapters.off(), torch.no_grad():
                 ref_logprobs = model(fed, self._temperature).logprobs
         trainer_logprobs, entropy = model(fed, self._temperature)
-        if indices and model.routing_stats is not None:
-            self.routing.add(model.routing_stats)
+        if model.routing_stats is not None:
+            self.routing.add(model.routing_stats, is_blank=not indices)
         if not indices:
             trainer_logprobs.sum().backward()  # zero, but the other ranks need our part
             return None

@@ -48,7 +48,7 @@ from llamarl.storage.client import RecordingStore
 from llamarl.trainer.losses import find_loss
 from llamarl.trainer.packing import pack
 from llamarl.trainer.parallel import make_mesh
-from llamarl.trainer.passes import Passes
+from llamarl.trainer.passes import Passes, RoutingTotals
 from llamarl.trainer.policy import Policy, learning_rate
 from llamarl.trainer.policy_loss import (
     LossMetrics,
@@ -58,7 +58,6 @@ from llamarl.trainer.policy_loss import (
     on_policy_warning,
     statistics,
 )
-from llamarl.trainer.routing import RoutingTotals
 from llamarl.trainer.specs import TrainerSpec
 
 log = logging.getLogger(__name__)

@@ -86,6 +86,24 @@ def test_steps_and_norms_are_those_of_one_process(
     assert one["stats"][0].scalars["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+def test_ranks_without_any_rollout_take_part_in_the_metrics(ranks: Any, mixture: str) -> None:
+    cells, rows = make_rollouts(3)
+    config = laid_out("expert 4", SGD)
+    (alone,), (first, *others) = (
+        ranks(each.num_ranks).run(
+            train,
+            job(mixture, cells, [[make_batch(rows, each.num_data_ranks, 999)]], trainer=each),
+        )
+        for each in (SGD, config)
+    )
+    one, many = (seen["stats"][0] for seen in (alone, first))
+    for other in others:
+        assert other["stats"][0] == many
+    for name, value in one.scalars.items():
+        assert many.scalars[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    np.testing.assert_allclose(many.expert_loads, one.expert_loads, rtol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
