@@ -26,7 +26,7 @@ from llamarl.model.inventory import file_pieces, locate, parameter_shapes
 from llamarl.model.safetensors_file import INDEX_FILE, FileBox, read_boxes
 from llamarl.model.tokenizer import END_FILE, TOKENIZER_FILES, copy_files
 
-Box = tuple[int | slice, ...]
+Index = tuple[int | slice, ...]
 MAX_SHARD_BYTES = 2 * 10**9  # of host memory too: a file is written once it has all its tensors
 MODEL_FILES = (END_FILE, "LICENSE*", "NOTICE*")
 """The files of the checkpoint that an export copies, beside config.json and the tokenizer."""
@@ -130,14 +130,13 @@ def _write_weights(
 ) -> None:
     """Write each file when its last tensor has come, and the index if there are several. Stacked
     experts become a matrix for each."""
-    shapes, parts = parameter_shapes(architecture), dict[str, list[tuple[str, Box]]]()
+    shapes, parts = parameter_shapes(architecture), dict[str, list[tuple[str, Index]]]()
     empty: dict[str, torch.Tensor] = {}
-    for name, tensor, start, size in file_pieces(architecture):
-        is_whole = size == shapes[name]
+    for name, tensor, start, size, file_shape in file_pieces(architecture):
         rest = (slice(a, a + b) for a, b in zip(start[1:], size[1:], strict=True))
-        box: Box = () if is_whole else (start[0], *rest)
-        parts.setdefault(name, []).append((tensor, box))
-        empty[tensor] = torch.empty(size if is_whole else size[1:], dtype=dtype, device="meta")
+        place: Index = () if file_shape == size else (start[0], *rest)
+        parts.setdefault(name, []).append((tensor, place))
+        empty[tensor] = torch.empty(file_shape, dtype=dtype, device="meta")
     split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_bytes)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -152,10 +151,10 @@ def _write_weights(
         if tuple(whole.shape) != shapes[name]:
             raise ValueError(f"{name} must have shape {shapes[name]}, got {tuple(whole.shape)}")
         missing.remove(name)
-        for tensor, box in parts[name]:
+        for tensor, place in parts[name]:
             file = split.tensor_to_filename[tensor]
-            part = whole.detach()[box].to(device="cpu", dtype=dtype).contiguous()
-            is_view = len(parts[name]) > 1 and part.data_ptr() == whole[box].data_ptr()
+            part = whole.detach()[place].to(device="cpu", dtype=dtype).contiguous()
+            is_view = place != () and part.data_ptr() == whole[place].data_ptr()
             held[file][tensor] = part.clone() if is_view else part
             if len(held[file]) == len(split.filename_to_tensors[file]):
                 write_file(folder / file, held.pop(file))

@@ -6,6 +6,7 @@ process starts."""
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from llamarl.core.config import (
     Config,
@@ -14,6 +15,7 @@ from llamarl.core.config import (
     TrainerConfig,
     TransformersConfig,
 )
+from llamarl.core.config.trainer import OF_EXPERTS
 from llamarl.core.fields import require
 from llamarl.model.architecture import (
     DOWN,
@@ -91,8 +93,20 @@ def active_sizes(architecture: Architecture, layer: int) -> dict[str, int]:
     return found
 
 
-FilePiece = tuple[str, str, tuple[int, ...], tuple[int, ...]]
-"""A parameter, a tensor in a file, its first index in the parameter, its shape there."""
+class FilePiece(NamedTuple):
+    """The `tensor` of a file that holds a part of a `parameter`: its first index in that, its shape
+    there, and its own shape, which lacks the dimension of experts if it is one expert's."""
+
+    parameter: str
+    tensor: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file_shape: tuple[int, ...]
+
+
+def whole_piece(name: str, shape: tuple[int, ...], tensor: str = "") -> FilePiece:
+    """Return the piece of a parameter that is one `tensor` of a file (empty: of its name)."""
+    return FilePiece(name, tensor or name, (0,) * len(shape), shape, shape)
 
 
 def file_pieces(architecture: AnyArchitecture) -> Iterator[FilePiece]:
@@ -104,9 +118,9 @@ def file_pieces(architecture: AnyArchitecture) -> Iterator[FilePiece]:
     for name, shape in parameter_shapes(architecture).items():
         layer, _, last = name.partition(".mlp.")
         if experts is None or not last:
-            yield name, name, (0,) * len(shape), shape
+            yield whole_piece(name, shape)
         elif name.endswith(ROUTER):
-            yield name, f"{layer}.{experts.block}.gate.weight", (0, 0), shape
+            yield whole_piece(name, shape, f"{layer}.{experts.block}.gate.weight")
         elif name.endswith((GATE_UP, DOWN)):
             gate, up, down = experts.matrices
             matrices = (gate, up) if name.endswith(GATE_UP) else (down,)
@@ -114,9 +128,10 @@ def file_pieces(architecture: AnyArchitecture) -> Iterator[FilePiece]:
             for expert in range(shape[0]):
                 for i, matrix in enumerate(matrices):
                     tensor = f"{layer}.{experts.block}.experts.{expert}.{matrix}.weight"
-                    yield name, tensor, (expert, i * rows, 0), (1, rows, shape[2])
+                    start, size = (expert, i * rows, 0), (1, rows, shape[2])
+                    yield FilePiece(name, tensor, start, size, size[1:])
         else:
-            yield name, name, (0,) * len(shape), shape
+            yield whole_piece(name, shape)
 
 
 def attention_cost(architecture: AnyArchitecture) -> float:
@@ -167,10 +182,10 @@ def check_parallel(
     gets an equal share."""
     if isinstance(architecture, OtherArchitecture):
         return  # the trainer does not split it, and vLLM checks itself
-    check_expert_parallel(architecture, trainer)
+    check_experts(architecture, trainer)
     check_num_ranks("trainer.tensor_parallel", trainer.tensor_parallel, architecture)
     if isinstance(generator, EmbeddedConfig):  # vLLM's limits: `generator/vllm/limits.py`
-        check_num_ranks("generator.num_ranks", generator.num_ranks, architecture)
+        check_engine_ranks(generator.num_ranks, architecture)
 
 
 def replays_routing(config: Config, architecture: AnyArchitecture) -> bool:
@@ -180,6 +195,16 @@ def replays_routing(config: Config, architecture: AnyArchitecture) -> bool:
     has_experts = isinstance(architecture, Architecture) and architecture.experts is not None
     is_own = has_experts and not isinstance(trainer, TransformersConfig)
     return is_own and trainer.routing_replay == "auto" and not config.algorithm.is_sft
+
+
+def check_engine_ranks(num_ranks: int, architecture: Architecture) -> None:
+    """Raise ValueError unless so many ranks of an embedded replica can share the model: all that
+    tensor-parallel ranks split, and whole experts."""
+    key, experts = "generator.num_ranks", architecture.experts
+    check_num_ranks(key, num_ranks, architecture)
+    if experts is not None:
+        must = f"divide the checkpoint's {experts.num_experts} experts"
+        require(experts.num_experts % num_ranks == 0, key, must, num_ranks)
 
 
 def check_num_ranks(key: str, num_ranks: int, architecture: Architecture) -> None:
@@ -194,8 +219,6 @@ def check_num_ranks(key: str, num_ranks: int, architecture: Architecture) -> Non
     }
     if a.experts is not None and not a.experts.dense_layers:
         del split["intermediate channels"]
-    if a.experts is not None and key.startswith("generator"):  # its ranks have whole experts
-        split["experts"] = a.experts.num_experts
     if any(size % num_ranks for size in split.values()):
         listed = ", ".join(f"{size} {what}" for what, size in split.items())
         raise ValueError(f"{key} must divide the checkpoint's {listed}, got {num_ranks}")
@@ -204,14 +227,16 @@ def check_num_ranks(key: str, num_ranks: int, architecture: Architecture) -> Non
         require(num_ranks == 1, key, must, num_ranks)
 
 
-def check_expert_parallel(architecture: Architecture, trainer: TrainerConfig) -> None:
+def check_experts(architecture: Architecture, trainer: TrainerConfig) -> None:
     """Raise ValueError, in one line, unless the expert-parallel ranks get whole experts, and the
-    ranks that share those get equal parts of them."""
+    ranks that share those get equal parts of them; or if a dense model is to be trained with
+    options of experts."""
     key, num_ranks = "trainer.expert_parallel", trainer.expert_parallel
     experts = architecture.experts
     if experts is None:
-        kind = architecture.model_type
-        require(num_ranks == 1, key, f"be 1 with a {kind}, which has no experts", num_ranks)
+        for name, value in OF_EXPERTS.items():
+            must = f"be {value} with a {architecture.model_type}, which has no experts"
+            trainer.require(getattr(trainer, name) == value, name, must)
         return
     must = f"divide the checkpoint's {experts.num_experts} experts"
     require(experts.num_experts % num_ranks == 0, key, must, num_ranks)
@@ -249,25 +274,26 @@ def locate(folder: Path, architecture: AnyArchitecture) -> dict[str, tuple[Piece
                 raise ValueError(f"{name} must {must}, got {entries[name][0].name} and {path.name}")
             entries[name] = (path, entry)
     found: dict[str, list[Piece]] = {name: [] for name in shapes}
-    for parameter, tensor, start, shape in file_pieces(architecture):
-        if parameter in entries and tensor != parameter:  # stacked in the file, too
-            tensor, start, shape = parameter, (0,) * len(start), shapes[parameter]
-            if found[parameter]:
+    for piece in file_pieces(architecture):
+        name = piece.parameter
+        if name in entries and piece.tensor != name:  # stacked in the file, too
+            if found[name]:
                 continue
-        if tensor not in entries:
-            raise ValueError(f"{folder} must hold the tensor {tensor}, got files without it")
-        path, entry = entries[tensor]
-        expected = shape[len(shape) - len(entry.shape) :] if shape[0] == 1 else shape
-        if entry.shape != expected:
+            piece = whole_piece(name, shapes[name])
+        if piece.tensor not in entries:
+            raise ValueError(f"{folder} must hold the tensor {piece.tensor}, got files without it")
+        path, entry = entries[piece.tensor]
+        if entry.shape != piece.file_shape:
             raise ValueError(
-                f"{tensor} in {path} must have shape {expected} as config.json says, got "
-                f"{entry.shape}"
+                f"{piece.tensor} in {path} must have shape {piece.file_shape} as config.json says, "
+                f"got {entry.shape}"
             )
         if entry.dtype not in WEIGHT_DTYPES:
+            allowed = ", ".join(WEIGHT_DTYPES)
             raise ValueError(
-                f"{tensor} in {path} must be one of {', '.join(WEIGHT_DTYPES)}, got {entry.dtype}"
+                f"{piece.tensor} in {path} must be one of {allowed}, got {entry.dtype}"
             )
-        found[parameter].append(Piece(path, tensor, start, shape))
+        found[name].append(Piece(path, piece.tensor, piece.start, piece.shape))
     used = {piece.name for pieces in found.values() for piece in pieces}
     ignored = {HEAD} if architecture.tie_embeddings else set()
     extra = [name for name in entries.keys() - used - ignored if not name.endswith(IGNORED_SUFFIX)]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from llamarl.core.config import EmbeddedConfig, TrainerConfig
+from llamarl.core.config import EmbeddedConfig, TrainerConfig, TransformersConfig
 from llamarl.model import hf
 from llamarl.model.architecture import DOWN, GATE_UP, Architecture, ExpertSizes
 from llamarl.model.attention import ModelInputs, make_packing
@@ -104,6 +104,8 @@ def test_experts_that_are_missing_twice_there_or_of_another_shape_are_named(
     refused(more, r"only the tensors that its config.json implies, got .*experts\.7\.up_proj")
     refused(whole | {name: whole[name][:-1].clone()}, f"{name} .* must have shape")
     names = [f"model.layers.2.mlp.experts.{expert}.down_proj.weight" for expert in range(7)]
+    for broken in (torch.tensor(1.0), whole[name][0].clone(), whole[name][None].clone()):
+        refused(whole | {name: broken}, f"{name} .* must have shape")
     stacked = torch.stack([whole[each] for each in names])
     both = whole | {f"model.layers.2.{DOWN}": stacked}
     refused(both, r"only the tensors that .* got .*layers\.2\.mlp\.experts\.0\.down_proj")
@@ -134,9 +136,37 @@ def test_ranks_that_cannot_share_the_experts_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=rf"^trainer\.expert_parallel must {message}"):
         check_parallel(MIXTURE, TrainerConfig(**options), EmbeddedConfig())
-    dense = TrainerConfig(num_ranks=2, expert_parallel=2)
-    with pytest.raises(ValueError, match="be 1 with a llama, which has no experts, got 2"):
-        check_parallel(LLAMA, dense, EmbeddedConfig())
+    for name, value in {
+        "expert_parallel": 2,
+        "freeze_router": True,
+        "router_aux_loss_coefficient": 0.1,
+    }.items():
+        fields: dict[str, Any] = {"num_ranks": 2, name: value}
+        with pytest.raises(
+            ValueError, match=rf"^trainer\.{name} must be .* with a llama, which has"
+        ):
+            check_parallel(LLAMA, TrainerConfig(**fields), EmbeddedConfig())
+        with pytest.raises(ValueError, match=rf"^trainer\.{name} .* with trainer=transformers"):
+            TransformersConfig(**fields)
+    heads = dataclasses.replace(MIXTURE, num_heads=4, num_kv_heads=4)
+    with pytest.raises(ValueError, match=r"^generator\.num_ranks .* checkpoint's 6 experts, got 4"):
+        check_parallel(heads, TrainerConfig(), EmbeddedConfig(num_ranks=4))
+
+
+def test_a_single_expert_is_a_matrix_in_the_files(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    one = {"num_experts": 1, "num_experts_per_tok": 1, "mlp_only_layers": []}
+    reference = write_reference(source, **(CASES["qwen3_moe"] | one))
+    model = load(source)
+    hf.save(copy, model.named_parameters(), source_folder=source, dtype=torch.float32)
+    written = load_file(copy / SINGLE_FILE)
+    assert {name: tensor.shape for name, tensor in written.items()} == {
+        name: tensor.shape for name, tensor in load_file(source / SINGLE_FILE).items()
+    }
+    with torch.no_grad():
+        found = load(copy).logits(token_ids(), LENGTHS)
+    expected = reference_logits(reference)
+    assert ((found - expected).norm() / expected.norm()).item() <= 2e-5
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])

@@ -282,6 +282,10 @@ class TrainerConfig(Section):
         return self.num_ranks // (self.replicate * self.expert_parallel)
 
 
+OF_EXPERTS = {"expert_parallel": 1, "router_aux_loss_coefficient": 0.0, "freeze_router": False}
+"""The options of mixtures of experts that must have these values for any other model."""
+
+
 @dataclass(kw_only=True)
 class TransformersConfig(TrainerConfig):
     """The same, with the model code of the transformers library: for families that the native model
@@ -289,6 +293,6 @@ class TransformersConfig(TrainerConfig):
 
     def check(self) -> None:
         TrainerConfig.check(self)
-        for name, value in (("tensor_parallel", 1), ("compile", "none")):
+        for name, value in {"tensor_parallel": 1, "compile": "none", **OF_EXPERTS}.items():
             must = f"be {value} with trainer=transformers"
             self.require(getattr(self, name) == value, name, must)

@@ -26,7 +26,7 @@ from llamarl.model.architecture import (
     split_dimension,
 )
 from llamarl.model.experts import segments
-from llamarl.model.inventory import check_num_ranks, locate, parameter_shapes
+from llamarl.model.inventory import check_engine_ranks, locate, parameter_shapes
 from llamarl.model.safetensors_file import FileBox, Piece, read_boxes
 from llamarl.publish.comparison import Fingerprints
 from llamarl.publish.fingerprint import frozen_sums
@@ -183,7 +183,7 @@ class BufferLayout:
         num_ranks: int = 1,
         format_: Format | None = None,
     ) -> None:
-        check_num_ranks("generator.num_ranks", num_ranks, architecture)
+        check_engine_ranks(num_ranks, architecture)
         self.dtype, self.format = dtype, format_
         self._plan = MemoryPlan()
         self.parameters, self.fused = self._plan.parameters, self._plan.places

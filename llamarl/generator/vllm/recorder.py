@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.generator.vllm.staging import VLLM_SCALE, loading_form
-from llamarl.model.inventory import FilePiece
+from llamarl.model.inventory import FilePiece, whole_piece
 from llamarl.publish.layout import (
     BUFFER,
     Box,
@@ -40,25 +40,10 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """A tensor of the files: the parameter `name` that it is a part of, the index in that where it
-    begins, and its shape there."""
-
-    name: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def file_shape(self) -> tuple[int, ...]:
-        """The tensor's own shape, which lacks the dimension of experts if it is one expert's."""
-        return self.shape[1:] if len(self.shape) == 3 and self.shape[0] == 1 else self.shape
-
-
-@dataclass(frozen=True, slots=True)
 class _Load:
     """One copy of the loader: a view of a source tensor into a view of a parameter."""
 
-    whole: _Source
+    whole: FilePiece
     source: Tensor
     parameter: str
     target: Tensor
@@ -66,13 +51,13 @@ class _Load:
     @property
     def name(self) -> str:
         """The parameter, by its name in a checkpoint, that is loaded."""
-        return self.whole.name
+        return self.whole.parameter
 
 
 class _Recorder(TorchDispatchMode):
     """Records copies from `sources` into `parameters` (by storage id), executing none."""
 
-    def __init__(self, sources: dict[int, _Source], parameters: dict[int, str]) -> None:
+    def __init__(self, sources: dict[int, FilePiece], parameters: dict[int, str]) -> None:
         super().__init__()
         self.sources, self.parameters = sources, parameters
         self.loads: list[_Load] = []
@@ -86,7 +71,7 @@ class _Recorder(TorchDispatchMode):
             if whole and parameter and source.shape == target.shape:
                 self.loads.append(_Load(whole, source, parameter, target))
             else:
-                name = whole.name if whole else parameter
+                name = whole.parameter if whole else parameter
                 self.refused.append(name or "an unnamed tensor")
             return target
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
@@ -111,8 +96,8 @@ def record(
     with loading_form(model), torch.no_grad():
         forms = dict(model.named_parameters(remove_duplicate=False))
         if pieces is None:
-            pieces = ((name, name, (0,) * len(shape), shape) for name, shape in shapes.items())
-        sources = {tensor: _Source(name, *box) for name, tensor, *box in pieces}
+            pieces = (whole_piece(name, tuple(shape)) for name, shape in shapes.items())
+        sources = {piece.tensor: piece for piece in pieces}
         weights = {
             tensor: torch.empty(source.file_shape, dtype=dtype, device="meta")
             for tensor, source in sources.items()
