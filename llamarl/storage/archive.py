@@ -26,6 +26,7 @@ from llamarl.core.records import (
     REF_LOGPROBS,
     RESPONSE_IDS,
     REWARD,
+    ROUTED_EXPERTS,
     SAMPLING,
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
@@ -141,6 +142,8 @@ class Archive:
         have these `columns`."""
         if name in TOKEN_COLUMNS and name != TOKEN_VERSIONS:  # of which every line has the runs
             return RECORD in columns
+        if name == ROUTED_EXPERTS:  # of which no line shows anything
+            return False
         return name in COLUMNS or bool((lengths == 1).all())
 
     def append(self, rows: Mapping[int, Row], outcome: Outcome) -> None:
