@@ -141,16 +141,14 @@ class Transformer(TrainedModel):
             if self.num_tensor_ranks > 1:
                 experts, num_real = self._share(experts, num_tokens, num_added)
             routing = routing_of(num_sparse, experts, num_real, aux_weight)
-        if self.num_tensor_ranks == 1:
-            hidden = self.model(token_ids, packing, routing)
-            self.routing_stats = stats_of(routing) if routing else None
-            return hidden
-        from torch.distributed.tensor import DTensor, Partial
-
         if num_added:  # as a rollout of its own, whose states are dropped
             token_ids = F.pad(token_ids, (0, num_added))
         hidden = self.model(token_ids, packing, routing)
         self.routing_stats = stats_of(routing) if routing else None
+        if self.num_tensor_ranks == 1:
+            return hidden
+        from torch.distributed.tensor import DTensor, Partial
+
         assert isinstance(hidden, DTensor)
         # In the head each rank has the gradient of its part of the vocabulary; these are summed.
         return hidden.full_tensor(grad_placements=[Partial()])[:num_tokens]

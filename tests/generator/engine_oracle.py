@@ -23,14 +23,18 @@ were broken on purpose wrote (an older version, a prompt one position short) dif
 0.3."""
 
 
-@torch.no_grad()
-def logits_by(
+Feed = Callable[["PreTrainedModel", Sequence[int], Any], np.ndarray]
+"""What a model finds out about tokens that follow those in the cache: [tokens, ...]."""
+
+
+def each_by(
     models: Mapping[int, PreTrainedModel],
     tokens: Sequence[int],
     labels: Sequence[int],
     recomputes: bool,
+    feed: Feed,
 ) -> np.ndarray:
-    """Logits float64 [n, vocab] of the last n of `tokens`, each by the version in `labels` [n].
+    """What `feed` finds for the last n of `tokens`, each by the version in `labels` [n]: [n, ...].
 
     A version reads keys and values that those before it wrote, or with `recomputes` its own ones.
     What was there before the n tokens is read by the first of the versions.
@@ -45,10 +49,16 @@ def logits_by(
         if recomputes:
             cache, num_fed = DynamicCache(), 0
         stop += count
-        ids = torch.tensor([tokens[num_fed:stop]])
-        found.append(models[version](ids, past_key_values=cache).logits[0, -count:])
+        found.append(feed(models[version], tokens[num_fed:stop], cache)[-count:])
         num_fed = stop
-    return torch.cat(found).double().numpy()
+    return np.concatenate(found)
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, tokens: Sequence[int], cache: Any) -> np.ndarray:
+    """Logits float64 [tokens, vocab]."""
+    logits: torch.Tensor = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+    return logits.double().numpy()
 
 
 def check_token(
@@ -102,7 +112,8 @@ def check_tokens(
     if not labels:
         return
     first = len(ids) - len(labels)
-    rows = logits_by(models, [*request.prompt_ids, *ids], chain, recomputes)[-len(labels) :]
+    rows = each_by(models, [*request.prompt_ids, *ids], chain, recomputes, logits_of)
+    rows = rows[-len(labels) :]
     draws = uniforms(request.seed, len(ids))[first:]
     for place, row in enumerate(rows, first):
         logprob, draw = float(logprobs[place]), float(draws[place - first])
@@ -148,12 +159,17 @@ def check_experts(
         return
     tokens = [*request.prompt_ids, *written.ids.tolist()]
     assert len(written.experts) == len(tokens) - 1
-    # The tokens behind which one was written, as `logits_by` feeds them.
+    # The tokens behind which one was written, as they were fed.
     start = len(tokens) - 1 - len(chain)
-    found = routers_of(models, tokens, chain, recomputes)
+    found = each_by(models, tokens, chain, recomputes, routers_by)
     first = max(num_before, len(tokens) - 1 - len(new))
     good = are_likeliest(found[first - start :], written.experts[first:])
     assert good.all(), f"experts of tokens {[*np.flatnonzero(~good) + first]}"
+    # Observations and a cut's last token, which were fed before, with all that stands before them.
+    between = slice(max(num_before, len(request.prompt_ids) - 1), first)
+    if [*chain] == new and between.start < first:
+        probs = routers_by(models[new[0]], tokens[:first])
+        assert are_likeliest(probs[between], written.experts[between]).all(), "experts between"
     prompt = request.prompt_ids[:-1]
     if len(prompt) > num_before:
         versions = [v for v in models if v >= new[0]] if recomputes else [new[0]]
@@ -162,29 +178,6 @@ def check_experts(
             for v in versions
         ]
         assert any(found.all() for found in each), "experts of a prompt"
-
-
-@torch.no_grad()
-def routers_of(
-    models: Mapping[int, PreTrainedModel],
-    tokens: Sequence[int],
-    labels: Sequence[int],
-    recomputes: bool,
-) -> np.ndarray:
-    """As `logits_by`, the routers' probabilities float64 [n, layers, experts]."""
-    from transformers import DynamicCache
-
-    cache, num_fed = DynamicCache(), 0
-    stop = len(tokens) - len(labels) - 1
-    found = []
-    for version, run in groupby(labels):
-        count = len(list(run))
-        if recomputes:
-            cache, num_fed = DynamicCache(), 0
-        stop += count
-        found.append(routers_by(models[version], tokens[num_fed:stop], cache)[-count:])
-        num_fed = stop
-    return np.concatenate(found)
 
 
 def first_end(

@@ -21,8 +21,9 @@ CASES = {
     "untied, llama3 rope, all biases": {},
     "llama": {"kv_after_commit": "recompute"},
     "qwen2": {"dtype": "bfloat16"},
+    "experts and a dense layer": {},
 }
-FIRST = (2, "untied, llama3 rope, all biases")
+FIRST = {(2, "untied, llama3 rope, all biases"), (2, "experts and a dense layer")}
 
 
 def write(num_steps: int, case: str, folder: str, rank: int = 0, num_ranks: int = 1):
@@ -52,7 +53,13 @@ def write(num_steps: int, case: str, folder: str, rank: int = 0, num_ranks: int 
     engine.commit(flats[1], 1)
     done |= finish(engine)
     rows = {
-        row: (item.written.ids, item.written.logprobs, item.written.versions, item.reason)
+        row: (
+            item.written.ids,
+            item.written.logprobs,
+            item.written.versions,
+            item.reason,
+            item.written.experts,
+        )
         for row, item in done.items()
     }
     return rows, engine.memory.num_elements
@@ -65,7 +72,7 @@ async def write_as_rank(rank: int, num_ranks: int, num_steps: int, case: str, fo
 @pytest.mark.parametrize(
     ("num_ranks", "case"),
     [
-        pytest.param(num_ranks, case, marks=[] if (num_ranks, case) == FIRST else pytest.mark.slow)
+        pytest.param(num_ranks, case, marks=[] if (num_ranks, case) in FIRST else pytest.mark.slow)
         for num_ranks in (2, 4)
         for case in CASES
     ],
@@ -78,16 +85,21 @@ def test_ranks_together_write_what_one_writes_before_and_after_a_commit(
     for rows, num_held in answers:
         assert num_held < 1.1 * num_elements / num_ranks
         assert len(rows) == len(alone) == 9
-        for row, (ids, logprobs, versions, reason) in rows.items():
+        for row, (ids, logprobs, versions, reason, experts) in rows.items():
             first = answers[0][0][row]
             assert logprobs.tobytes() == first[1].tobytes()  # all ranks know the same bits
             assert ids.tolist() == first[0].tolist()
-            expected_ids, expected, expected_versions, expected_reason = alone[row]
+            expected_ids, expected, *others, expected_experts = alone[row]
+            expected_versions, expected_reason = others
             if CASES[case].get("dtype") == "bfloat16":  # rounded elsewhere: other tokens
                 continue
             assert ids.tolist() == expected_ids.tolist()
             assert versions.tolist() == expected_versions.tolist()
             assert reason is expected_reason
+            assert np.array_equal(experts, expected_experts)
             np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
-    assert {reason for *_, reason in alone.values()} == {FinishReason.LENGTH, FinishReason.SEGMENT}
-    assert any(set(versions) == {0, 1} for _, _, versions, _ in alone.values())
+    assert {reason for *_, reason, _ in alone.values()} == {
+        FinishReason.LENGTH,
+        FinishReason.SEGMENT,
+    }
+    assert any(set(versions) == {0, 1} for _, _, versions, *_ in alone.values())

@@ -186,8 +186,10 @@ def answer_one(rank: int, case: Case) -> Answer:
 def check(ranks: Any, folder: Path, cases: list[Case]) -> None:
     """Run the cases, all of one number of ranks, and compare them with one process."""
     plain = {}
+    (aux,) = {case.config.router_aux_loss_coefficient for case in cases}
     for architecture in {case.architecture for case in cases}:
         model = build(architecture)
+        model.aux_loss_coefficient = aux
         for rows in ROWS:
             add_gradient(model, rows)
         plain[architecture] = {
@@ -210,7 +212,10 @@ def check(ranks: Any, folder: Path, cases: list[Case]) -> None:
             assert seen.gathers == gathers[case.config.reshard_after], case.name
             for name, gradient in seen.gradients.items():
                 error = np.linalg.norm(gradient - expected[name])
-                assert error <= 1e-5 * np.linalg.norm(expected[name]), (case.name, name)
+                # Sums over tensor-parallel ranks round differently: 3.2e-6 measured.
+                is_exact = num_sparse and case.config.tensor_parallel == 1
+                limit = 1e-6 if is_exact else 1e-5
+                assert error <= limit * np.linalg.norm(expected[name]), (case.name, name)
         assert answers[0][i].gradients.keys() == expected.keys()
 
 
@@ -266,7 +271,8 @@ def expert_cases(num_ranks: int, **more: Any) -> list[Case]:
 def test_experts_on_a_mesh_of_their_own_give_the_gradients_of_one_process(
     ranks: Any, tmp_path: Path, num_ranks: int
 ) -> None:
-    check(ranks, tmp_path, expert_cases(num_ranks, activation_checkpointing="full"))
+    more = {"activation_checkpointing": "full", "router_aux_loss_coefficient": 0.5}
+    check(ranks, tmp_path, expert_cases(num_ranks, **more))
 
 
 @pytest.mark.slow
@@ -328,7 +334,7 @@ def test_compiled_blocks_give_the_same_gradients_and_settle_whatever_the_packing
             activation_checkpointing=checkpointing,
             reshard_after=reshard_after,
         )
-        check(ranks, tmp_path, [Case("qwen3", config)])
+        check(ranks, tmp_path, [Case("qwen3", config), Case("experts", config)])
     counts = ranks(2).run(compile_packings, str(tmp_path / uuid.uuid4().hex))
     for first, later in counts:
         assert 0 < first == later, counts

@@ -201,27 +201,16 @@ class Decoder:
         qkv = qkv.view(x.shape[0], -1, dim)
         heads = qkv[:, : self._num_rotated]
         if layer.q_norm is not None and layer.k_norm is not None:
-            parts = heads[:, :num_heads], heads[:, num_heads:]
-            norms = (layer.q_norm, layer.k_norm)
-            if self.architecture.norms_all_heads:
-                heads = torch.cat(
-                    [
-                        self._normalize_all(part, norm)
-                        for part, norm in zip(parts, norms, strict=True)
-                    ],
-                    1,
-                )
-            else:
-                floor = self._head_norm_floor
-                heads = torch.cat(
-                    [normalize(part, norm, floor) for part, norm in zip(parts, norms, strict=True)],
-                    1,
-                )
+            queries = self._normalize_heads(heads[:, :num_heads], layer.q_norm)
+            others = self._normalize_heads(heads[:, num_heads:], layer.k_norm)
+            heads = torch.cat([queries, others], 1)
         rotated = (heads * cos).addcmul_(torch.roll(heads, dim // 2, 2), sin).to(x.dtype)
         return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, self._num_rotated :]
 
-    def _normalize_all(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """Normalise heads [n, heads, head_dim] all together."""
+    def _normalize_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """Normalise heads [n, heads, head_dim], each by itself or all together."""
+        if not self.architecture.norms_all_heads:
+            return normalize(heads, weight, self._head_norm_floor)
         floor = (weight.shape[0] * self.architecture.norm_eps) ** 0.5
         flat = heads.flatten(1)
         return normalize(flat, weight, flat.new_full((), floor, dtype=torch.float32)).view_as(heads)
