@@ -31,13 +31,22 @@ from llamarl.core.records import (
     GENERATOR_LOGPROBS,
     PROMPT_IDS,
     RESPONSE_IDS,
+    ROUTED_EXPERTS,
     SAMPLING,
     TOKEN_VERSIONS,
     Columns,
 )
 from llamarl.metrics.provenance import keep_nothing
 from llamarl.model import hf
-from llamarl.model.architecture import Architecture, read_architecture
+from llamarl.model.architecture import (
+    EXPERTS,
+    FAMILIES,
+    Architecture,
+    ExpertFamily,
+    ExpertSizes,
+    read_architecture,
+)
+from llamarl.model.inventory import replays_routing
 from llamarl.model.transformer import Transformer
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.rules import without_evaluation, without_own_stages, without_rewards
@@ -49,6 +58,7 @@ from llamarl.trainer.policy_loss import denominator
 CPU = torch.device("cpu")
 NUM_LAYERS = 2
 HIDDEN_SIZE = 128
+EXPERT_CHANNELS = 64  # a multiple of 16, as grouped products on a GPU want
 SCALE = 0.08  # of random weights: logits of about 1, so that a wrong product shows in log-probs
 
 
@@ -72,6 +82,12 @@ def write_tiny_checkpoint(config: Config, inputs: Inputs, folder: Path) -> str:
     }
     for key in ("layer_types", "max_window_layers"):  # one entry per layer, and all are alike
         description.pop(key, None)
+    if (experts := read_architecture(inputs.checkpoint).experts) is not None:
+        family = FAMILIES[description["model_type"]].experts or ExpertFamily()
+        num_experts, channels = tiny_experts(config, experts)
+        description |= {key: num_experts for key in EXPERTS if key in description}
+        description |= {family.size_key: channels, "decoder_sparse_step": 1}
+        description["mlp_only_layers"] = [0] if experts.dense_layers else []
     source = folder / "sizes"
     source.mkdir(parents=True)
     (source / "config.json").write_text(json.dumps(description))
@@ -90,6 +106,17 @@ def write_tiny_checkpoint(config: Config, inputs: Inputs, folder: Path) -> str:
         dtype=torch.float32,
     )
     return str(target)
+
+
+def tiny_experts(config: Config, experts: ExpertSizes) -> tuple[int, int]:
+    """Return the number of experts, twice those that a token meets if the model has as many, and
+    the channels of each, so that all ranks can share them."""
+    trainer = config.trainer
+    ranks = {trainer.expert_parallel}
+    ranks |= {pool.generator.num_ranks for pool in pools_of(config.generator)}
+    unit = math.lcm(*ranks)
+    few = unit * math.ceil(2 * experts.num_chosen / unit)
+    return min(experts.num_experts, few), math.lcm(trainer.num_expert_shard_ranks, EXPERT_CHANNELS)
 
 
 START_S, CALL_S = 180.0, 60.0
@@ -148,6 +175,8 @@ class Trial:
         self._architecture = read_architecture(config.model.checkpoint)
         self._model = Transformer(self._architecture)
         hf.load_into(dict(self._model.named_parameters()), config.model.checkpoint)
+        replays = replays_routing(config, self._architecture)
+        self._read = [*READ, *[ROUTED_EXPERTS] * replays]
         self._free_before = free_bytes()
         self._random = np.random.default_rng(0).random((NUM_PROMPTS, PROMPT_TOKENS))
         self._groups: list[Group] = []  # what the generators wrote first, and its columns
@@ -209,7 +238,7 @@ class Trial:
         questions = (self._random * engines.tokenizer.num_ids).astype(int).tolist()
         groups = await engines.generate(questions, NUM_ROLLOUTS)
         row_ids = [row_id for group in groups for row_id in group.row_ids]
-        return groups, await engines.get_experience(row_ids, READ)
+        return groups, await engines.get_experience(row_ids, self._read)
 
     async def _generate(self, engines: LibraryEngines) -> str:
         """Check that the log-probs of what the generators write are the CPU's."""

@@ -92,6 +92,14 @@ ELSEWHERE = {
     "trainer.lora.targets": "lora_target_modules target_modules",
     "model.adapter": "lora_adapter_path adapter_path adapter_name_or_path",
     "trainer.reshard_after": "reshard_after_forward",
+    "trainer.expert_parallel": "actor_rollout_ref.actor.megatron.expert_model_parallel_size "
+    "expert_model_parallel_size expert_parallel_size ep_size",
+    "trainer.routing_replay": "router_replay router_replay.mode router_replay_mode "
+    "enable_rollout_routing_replay use_rollout_routing_replay enable_return_routed_experts",
+    "trainer.router_aux_loss_coefficient": "router_aux_loss_coef moe_aux_loss_coef "
+    "moe_aux_loss_coeff",
+    "trainer.freeze_router": "freeze_moe_router "
+    "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router",
     "trainer.replicate": "dp_replicate hsdp_replicate",
     "staleness.max_staleness": "max_head_offpolicyness staleness_threshold max_off_policy_steps "
     "max_async_level",
@@ -133,8 +141,7 @@ NOT_HERE = {
     "trainer.replicate say how": "deepspeed deepspeed_config zero_stage ds3_gather_for_generation "
     "megatron mcore torchtitan accelerate fsdp fsdp2 fsdp_size pipeline_model_parallel_size "
     "pipeline_parallel_size context_parallel_size context_parallel sequence_parallel "
-    "ulysses_sequence_parallel_size "
-    "sequence_parallel_size expert_model_parallel_size expert_parallel_size",
+    "ulysses_sequence_parallel_size sequence_parallel_size",
     "weights that are trained are not quantised; generator.quantization quantises the generators' "
     "copy": "load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant qlora qat "
     "quantization_config",
@@ -161,8 +168,6 @@ NOT_HERE = {
     "demonstrations are trained as they are": "neftune_noise_alpha",
     "models read and write text alone": "image_key video_key image_field log_multimodal "
     "freeze_vision_tower freeze_vision_model freeze_vision_projection",
-    "mixtures of experts are not trained": "router_aux_loss_coef moe router_replay "
-    "enable_rollout_routing_replay",
     "prompts are read before the first step, by no data loader": "dataloader_num_workers "
     "dataloader_pin_memory data_loader_seed remove_unused_columns",
     "every step is logged (docs/metrics.md)": "logging_steps logging_strategy logging_first_step "
