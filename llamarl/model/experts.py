@@ -149,13 +149,13 @@ class TokenExchange:
     experts."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.num_ranks = group, dist.get_world_size(group)
+        self.group, self.num_ranks = group, dist.get_world_size(group)
 
     def announce(self, counts: Tensor) -> Tensor:
         """Tell each rank how many rows it will get for each of its experts. Returns how many come
         here: int64 [experts], by rank, and then by expert of this rank."""
         arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self._group)
+        dist.all_to_all_single(arriving, counts, group=self.group)
         return arriving
 
     def splits(self, counts: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
@@ -170,7 +170,7 @@ class TokenExchange:
         come, those of the first rank first."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-        return all_to_all_single_autograd(x.contiguous(), [*received], [*sent], self._group)
+        return all_to_all_single_autograd(x.contiguous(), [*received], [*sent], self.group)
 
 
 class Experts(nn.Module):

@@ -39,6 +39,7 @@ from llamarl.core.records import (
 )
 from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.model.architecture import read_architecture
+from llamarl.model.experts import SparseFeedForward, TokenExchange
 from llamarl.publish.target import WeightBuffer
 from llamarl.trainer.activations import AttentionKernel, Watch, fullest_packings
 from llamarl.trainer.losses import find_loss
@@ -191,6 +192,18 @@ class Shapes:
     collectives: list[tuple[str, int]] = field(default_factory=list)
 
 
+class EvenSplits(TokenExchange):
+    """An exchange whose rows go to all ranks in equal parts: shapes have no counts."""
+
+    def splits(self, counts: Tensor, arriving: Tensor) -> tuple[list[int], list[int]]:
+        return [], []
+
+    def send(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        each, more = divmod(len(x), self.num_ranks)
+        parts = [each + (rank < more) for rank in range(self.num_ranks)]
+        return super().send(x, parts, parts)
+
+
 @contextmanager
 def one_rank(rank: int, num_ranks: int) -> Iterator[ShapesPlatform]:
     """The default process group of `num_ranks`, of which only this one exists."""
@@ -252,6 +265,8 @@ async def train_shapes(
             model = empty_model(folder, config.trainer, device, mesh, torch.float32)
         for layer in model.layers:
             layer.self_attn.attend = AttentionKernel("flash").attend
+            if isinstance(layer.mlp, SparseFeedForward) and layer.mlp.experts.exchange is not None:
+                layer.mlp.experts.exchange = EvenSplits(layer.mlp.experts.exchange.group)
         with fake:
             policy = Policy(model, config.trainer, folder)
             spec = SimpleNamespace(algorithm=config.algorithm, sampling=config.sampling)

@@ -14,13 +14,13 @@ from llamarl.generator.memory import forecast_generator
 from llamarl.model.architecture import Architecture, read_architecture
 from llamarl.planner.law import sizes
 from llamarl.trainer.memory import forecast_trainer
-from tests.emulated.shapes import decode_shapes, train_shapes
+from tests.emulated.shapes import decode_shapes, fullest_rollouts, train_shapes
 from tests.emulated.test_emulated import Process
 from tests.places import ROOT
 from tests.recipe.composing import compose_recipe
 
-LARGE = ("llama31_70b_math", "llama31_405b_math")
-OTHERS = ("llama31_8b_math", "qwen25_7b_math", *LARGE)
+LARGE = ("llama31_70b_math", "llama31_405b_math", "qwen3_235b_a22b_math")
+OTHERS = ("llama31_8b_math", "qwen25_7b_math", "qwen3_30b_a3b_math", *LARGE)
 RECIPES = [
     "gsm8k_llama32_1b_1gpu",
     *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS),
@@ -46,6 +46,16 @@ def read(recipe: str, overrides: Sequence[str] = ()) -> tuple[Config, Path, Arch
 def some_ranks(recipe: str, num_ranks: int) -> list[int]:
     """The first and the last; of large models one, which takes half a minute."""
     return sorted({0 if recipe not in LARGE else num_ranks - 1, num_ranks - 1})
+
+
+def moved_elements(config: Config, architecture: Architecture) -> float:
+    """What a rank sends to experts in one forward of the fullest micro-batch."""
+    if (experts := architecture.experts) is None or config.trainer.expert_parallel == 1:
+        return 0.0
+    rollouts, _ = fullest_rollouts(config)
+    fed = sum(row.num_prompt_tokens + row.num_tokens - 1 for row in rollouts)
+    of_layer = fed / config.trainer.tensor_parallel * experts.num_chosen * architecture.hidden_size
+    return of_layer * len(architecture.sparse_layers)
 
 
 @pytest.mark.long
@@ -79,11 +89,16 @@ def test_a_trainer_rank_has_the_memory_that_its_plan_says(
         moved: Counter[str] = Counter()
         for name, num_bytes in seen[0].collectives:
             moved[name] += num_bytes
-        elements = sizes(architecture).total / config.trainer.tensor_parallel
-        local_elements = elements / config.trainer.num_shard_ranks
+        trainer, number = config.trainer, sizes(architecture)
+        dense = (number.total - number.experts) / trainer.tensor_parallel
+        experts = number.experts / trainer.expert_parallel
+        local_elements = dense / trainer.num_shard_ranks + experts / trainer.num_expert_shard_ranks
         # The embedding and the head stay gathered between forward and backward.
-        assert moved["allgather_base"] == pytest.approx(2 * elements * 2, rel=TOLERANCE)
+        assert moved["allgather_base"] == pytest.approx(2 * (dense + experts) * 2, rel=TOLERANCE)
         assert moved["reduce_scatter_base"] == pytest.approx(4 * local_elements, rel=0.01)
+        # Each expert's tokens travel there and back, in the forward, again in it, and backwards.
+        sent = moved_elements(config, architecture)
+        assert moved["all_to_all_single"] == pytest.approx(6 * 2 * sent, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
