@@ -10,7 +10,7 @@ stage waits for one."""
 import asyncio
 import logging
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -40,6 +40,7 @@ NUM_PROOFS = 5
 NUM_LATEST = 64
 # Half of the rows of another policy differ by several nats; no rounding does that.
 LARGEST_MEDIAN = 1.0
+LARGEST_FLOAT32_MEDIAN = 0.05  # else an engine computes something else than the trainer
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,12 @@ class Tolerance:
     Example: with start rows around 0.02 the tolerance is 0.64; when half of the latest 64 are 0.04
     or more it has become 1.28. Where all start rows are as close as float32's, it is FLOOR for
     good.
+
+    A median of the latest rows above `largest_median` is no rounding.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, largest_median: float = LARGEST_MEDIAN) -> None:
+        self._largest_median = largest_median
         self.value: float | None = None
         """None until one replica's start rows are known."""
         self._start: dict[int, list[float]] = {}  # by replica
@@ -65,7 +69,7 @@ class Tolerance:
         """Count the next row of `replica`. If it proves, with those before it, that the replica has
         another policy, return the tolerance that it exceeds; else None."""
         if not math.isfinite(difference):
-            return self.value or LARGEST_MEDIAN
+            return self.value or self._largest_median
         if self.value is None:
             return self._learn(self._start.setdefault(replica, []), difference)
         tolerance = self.value
@@ -90,7 +94,8 @@ class Tolerance:
         self.value = FLOOR if self._is_sharp else max(FLOOR, FACTOR * median(self._latest))
 
     def _excess_of_middle(self) -> float | None:
-        return LARGEST_MEDIAN if median(self._latest) > LARGEST_MEDIAN else None
+        largest = self._largest_median
+        return largest if median(self._latest) > largest else None
 
 
 @dataclass(kw_only=True)
@@ -107,7 +112,7 @@ class LogprobCheck:
     config: Config
     prompts: Sequence[Prompt]
     sampling: Sampling
-    tolerances: dict[str, Tolerance] = field(default_factory=lambda: defaultdict(Tolerance))
+    tolerances: dict[str, Tolerance] = field(default_factory=dict)
     """The tolerance of |log pi - log mu| by pool, since a difference that is normal in int8 is not
     in float32."""
     _num_asked: int = 0
@@ -182,10 +187,20 @@ class LogprobCheck:
         await self.engines.rollouts.retire([row.row_id for row in rows], outcome)
         return scalars
 
+    def _tolerance(self, replica: int) -> Tolerance:
+        """Return the tolerance of the replica's pool."""
+        pool = pool_at(self.config.generator, replica)
+        if pool.key not in self.tolerances:
+            generator = pool.generator
+            dtypes = {generator.dtype, self.config.trainer.compute_dtype}
+            is_exact = dtypes == {"float32"} and generator.quantization == "none"
+            largest = LARGEST_FLOAT32_MEDIAN if is_exact else LARGEST_MEDIAN
+            self.tolerances[pool.key] = Tolerance(largest)
+        return self.tolerances[pool.key]
+
     def _compare(self, row: RolloutInfo, version: int, difference: float) -> None:
         """Raise RuntimeError or warn if this row, after those before it, proves another policy."""
-        tolerance = self.tolerances[pool_at(self.config.generator, row.replica).key]
-        exceeded = tolerance.find_excess(row.replica, difference)
+        exceeded = self._tolerance(row.replica).find_excess(row.replica, difference)
         if exceeded is None:
             return
         proof = RuntimeError(

@@ -34,7 +34,7 @@ class CheckSetting(RolloutSetting):
     are written at once, with the version that `dispatch.replicas` has; those of replicas in
     `never_come` do not stop."""
 
-    def __init__(self, replicas=(0, 1), mode="fail", pools=()):
+    def __init__(self, replicas=(0, 1), mode="fail", pools=(), dtype="float32"):
         super().__init__()
         self.dispatch.replicas = dict.fromkeys(replicas, 0)
         self.dispatch.longest_s, self.dispatch.stop = 0.0, self.written
@@ -53,7 +53,7 @@ class CheckSetting(RolloutSetting):
             config=make_recipe(
                 seed=7,
                 weights=WeightsConfig(logprob_check=mode),
-                generator=EmbeddedConfig(pools=[*pools]),
+                generator=EmbeddedConfig(pools=[*pools], dtype=dtype),
             ),
             prompts=PROMPTS,
             sampling=SAMPLING,

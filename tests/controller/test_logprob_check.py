@@ -159,6 +159,20 @@ def test_differences_that_no_rounding_explains_are_found_however_slowly_they_cam
     assert 500 * math.log10(50) <= step < 500 * math.log10(50) + NUM_LATEST
 
 
+@pytest.mark.parametrize(("dtype", "is_found"), [("float32", True), ("bfloat16", False)])
+def test_an_engine_of_float32_that_computes_another_model_from_the_start_is_found(dtype, is_found):
+    async def main():
+        setting = CheckSetting(replicas=(0,), dtype=dtype)
+        setting.trainer.noise = lambda replica: 0.3
+        if not is_found:
+            await setting.start()
+            return
+        with pytest.raises(RuntimeError, match=r"generator 0 .* by 0\.3, tolerated: 0\.05 "):
+            await setting.start()
+
+    asyncio.run(main())
+
+
 def test_a_replica_that_is_wrong_now_and_then_is_warned_of_at_growing_intervals(caplog):
     async def main():
         setting = CheckSetting(mode="warn")
@@ -247,7 +261,8 @@ async def test_few_rows_are_not_enough_to_know_what_is_normal():
     await setting.pass_time()
     setting.dispatch.replicas[0] = 0
     for version in range(1, NUM_START_ROWS + 1):
-        assert setting.logprob_check.tolerances["generator"].value is None
+        known = setting.logprob_check.tolerances
+        assert all(each.value is None for each in known.values())
         await setting.publish(version)
         scalars = await setting.logprob_check.check(version)
         assert scalars["logprob_check_rows"] == 1
