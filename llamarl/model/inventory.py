@@ -4,7 +4,8 @@ This module is free of torch, because the controller's process checks checkpoint
 process starts."""
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ WEIGHT_DTYPES = ("F32", "F16", "BF16")  # in the format's spelling
 def parameter_shapes(architecture: AnyArchitecture) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every parameter, in the order of the layers if we know the family."""
     if isinstance(architecture, OtherArchitecture):
-        return dict(architecture.shapes)
+        return dict(_stack(architecture.shapes)[0])
     hidden_size, vocab_size = architecture.hidden_size, architecture.vocab_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab_size, hidden_size)}
     for i in range(architecture.num_layers):
@@ -113,6 +114,9 @@ def file_pieces(architecture: AnyArchitecture) -> Iterator[FilePiece]:
     """Yield the pieces of all tensors of the Hub's files, parameter by parameter. A stacked
     parameter has one matrix per expert there, or two; every other parameter is one tensor of its
     own name, or of the family's for a router."""
+    if isinstance(architecture, OtherArchitecture):
+        yield from _stack(architecture.shapes)[1]
+        return
     has_experts = isinstance(architecture, Architecture) and architecture.experts is not None
     experts = FAMILIES[architecture.model_type].experts if has_experts else None
     for name, shape in parameter_shapes(architecture).items():
@@ -132,6 +136,34 @@ def file_pieces(architecture: AnyArchitecture) -> Iterator[FilePiece]:
                     yield FilePiece(name, tensor, start, size, size[1:])
         else:
             yield whole_piece(name, shape)
+
+
+OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+def _stack(
+    tensors: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, tuple[int, ...]], list[FilePiece]]:
+    """Return the shapes of the parameters that transformers makes of the `tensors` of files, by
+    name, and the pieces that the files hold of them, in the order of the parameters. It stacks the
+    matrices of a mixture's experts as our own model does; any other parameter is one tensor."""
+    mixtures: dict[str, list[tuple[int, ...]]] = {}
+    for tensor, shape in tensors.items():
+        if found := OF_EXPERT.fullmatch(tensor):
+            mixtures.setdefault(found[1], []).append(shape)
+    shapes: dict[str, tuple[int, ...]] = {}
+    pieces: dict[str, list[FilePiece]] = {}
+    for tensor, shape in tensors.items():
+        piece = whole_piece(tensor, shape)
+        if (found := OF_EXPERT.fullmatch(tensor)) and len(shape) == 2:
+            expert, is_down, (rows, columns) = int(found[2]), found[3] == "down_proj", shape
+            name = f"{found[1]}.{'down_proj' if is_down else 'gate_up_proj'}"
+            start = (expert, rows if found[3] == "up_proj" else 0, 0)
+            piece = FilePiece(name, tensor, start, (1, rows, columns), shape)
+            shape = len(mixtures[found[1]]) // 3, rows if is_down else 2 * rows, columns
+        shapes.setdefault(piece.parameter, shape)
+        pieces.setdefault(piece.parameter, []).append(piece)
+    return shapes, [piece for name in shapes for piece in pieces[name]]
 
 
 def attention_cost(architecture: AnyArchitecture) -> float:

@@ -78,6 +78,10 @@ class TransformersModel(TrainedModel):
             raise ValueError(f"transformers cannot build {checkpoint}: {reason}") from error
         for parameter in self.causal.parameters():
             parameter.data = parameter.data.to(dtype)
+        trained = dict(self.causal.named_parameters(remove_duplicate=False))
+        others = self.causal.state_dict().keys() - trained.keys()
+        must = "have nothing in its files but parameters, which are trained"
+        require(not others, f"a {kind}", must, min(others, default=""))
         self.causal.eval()
         self._compute_dtype = compute_dtype
         kinds = set(self.causal._no_split_modules or ())

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from llamarl.core.config import TransformersConfig
+from llamarl.model import hf
 from llamarl.model.architecture import read_any_architecture
 from llamarl.model.attention import ModelInputs, make_packing
 from llamarl.model.inventory import check_checkpoint, parameter_shapes
@@ -39,6 +40,7 @@ SIZES: dict[str, Any] = {
 }
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 RECURRENT = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 16}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @dataclass
@@ -60,6 +62,7 @@ FAMILIES = {
     "olmo2": Family(),
     "granite": Family({"logits_scaling": 3.0, "attention_multiplier": 0.3}, is_plain=False),
     "gpt_oss": Family(WINDOWS, is_packed=False),  # attention sinks
+    "qwen2_moe": Family(EXPERTS | {"shared_expert_intermediate_size": 32}, is_packed=False),
     "bloom": Family({"n_head": 4}, is_packed=False),  # attention that cannot be replaced
     "falcon_h1": Family(RECURRENT, is_packed=False),  # a recurrent state beside attention
 }
@@ -166,11 +169,52 @@ def test_what_the_library_cannot_build_is_refused_and_no_code_runs(
     assert not (tmp_path / "witness").exists()
 
 
-def test_a_family_whose_files_name_other_tensors_than_its_code_is_refused(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "moe_intermediate_size": 32}
-    write_reference(tmp_path, "qwen3_moe", **SIZES, **experts)
-    with pytest.raises(ValueError, match=r"mlp\.experts.* of the model must have the shape"):
+@pytest.mark.parametrize(
+    ("family", "sizes", "words"),
+    [
+        (
+            "granitemoe",  # its files have the same matrices under other names
+            {"num_local_experts": 4, "num_experts_per_tok": 2},
+            r"experts\.down_proj of the model must have the shape",
+        ),
+        (
+            "glm4_moe",
+            {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            r"must have nothing in its files but parameters, .* got '.*e_score_correction_bias'",
+        ),
+    ],
+)
+def test_a_family_whose_files_have_other_tensors_than_its_code_is_refused(
+    tmp_path: Path, family: str, sizes: dict[str, Any], words: str
+) -> None:
+    write_reference(tmp_path, family, **SIZES, **sizes)
+    with pytest.raises(ValueError, match=words):
         load(tmp_path)
+
+
+def test_experts_of_any_family_are_stacked_as_the_library_does_and_written_apart_again(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source = folders["qwen2_moe"]
+    model = load(source)
+    hf.save(tmp_path / "out", model.named_parameters(), source_folder=source, dtype=torch.float32)
+    written, read = (load_file(each / "model.safetensors") for each in (tmp_path / "out", source))
+    assert "model.layers.0.mlp.experts.4.down_proj.weight" in written
+    assert written.keys() == read.keys()
+    for name, tensor in read.items():
+        assert written[name].equal(tensor), name
+
+
+def test_experts_of_which_one_is_missing_are_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders["qwen2_moe"], tmp_path / "damaged")
+    path = tmp_path / "damaged" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts.* must"):
+        load(tmp_path / "damaged")
 
 
 def test_a_bfloat16_model_leaves_the_default_dtype_of_other_threads_alone(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,14 +22,16 @@ pytestmark = pytest.mark.vllm
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen25", pytest.param("llama", marks=pytest.mark.slow),
+    ["qwen25", "qwen3_moe", pytest.param("llama", marks=pytest.mark.slow),
      pytest.param("qwen3", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_two_ranks_write_what_transformers_would(family: str, tmp_path: Path) -> None:
     (first, old), (second, new) = write_versions(tmp_path, family)
     weights = {name: tensor.detach() for name, tensor in new.named_parameters()}
     before = set(Path("/dev/shm").iterdir())
-    with replicas(first, [tmp_path / "meeting"], kv_after_commit="recompute") as (replica,):
+    has_experts = family == "qwen3_moe"
+    options = {"kv_after_commit": "recompute", "records_experts": has_experts}
+    with replicas(first, [tmp_path / "meeting"], **options) as (replica,):
         assert set(Path("/dev/shm").iterdir()) <= before, "what has a name outlives a kill"
         memories = replica.call("memory")
         whole = sum(tensor.numel() for tensor in weights.values())
@@ -48,6 +51,9 @@ def test_two_ranks_write_what_transformers_would(family: str, tmp_path: Path) ->
             assert set(item.written.versions) == {0, 1}
             check_logprobs(item, [old, new])
             assert theirs[row].written.ids.tolist() == item.written.ids.tolist()
+            num_fed = len(item.request.prompt_ids) + len(item.written.ids) - 1
+            assert len(item.written.experts) == num_fed * has_experts
+            np.testing.assert_array_equal(theirs[row].written.experts, item.written.experts)
         for found in replica.call("listening"):
             assert found
             assert [entry for entry in found if not is_loopback(entry[1])] == []

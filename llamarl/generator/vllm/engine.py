@@ -198,6 +198,23 @@ class VllmEngine:
             lora=lora,
             records_experts=records_experts,
         )
+        try:
+            self._prepare(checkpoint, rank, num_ranks, lora, keeps_addresses, records_experts)
+        except Exception:
+            end_core(self._core)
+            raise
+
+    def _prepare(
+        self,
+        checkpoint: str,
+        rank: int,
+        num_ranks: int,
+        lora: LoraConfig,
+        keeps_addresses: bool | None,
+        records_experts: bool,
+    ) -> None:
+        """Find out how vLLM's model takes new weights, and what is recorded of its rollouts."""
+        config = self._config
         self._runner = self._core.model_executor.driver_worker.model_runner
         self._model = self._runner.get_model()
         self._format = format_of(config, self.architecture)

@@ -6,7 +6,7 @@ its slices, without a table of names: a publish writes exactly what vLLM would l
 
 A loader that does more than copy rectangles is refused, so the layout is never wrong."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llamarl.generator.vllm.settings import REFUSALS, one_line
 from llamarl.generator.vllm.staging import VLLM_SCALE, loading_form
 from llamarl.model.inventory import FilePiece, whole_piece
 from llamarl.publish.layout import (
@@ -107,24 +108,31 @@ def record(
             # A parameter that two modules share has the name of the first.
             {_storage(tensor): name for name, tensor in reversed(forms.items())},
         )
-        with recorder:
-            model.load_weights(iter(weights.items()))  # type: ignore[operator]
+        try:
+            with recorder:
+                model.load_weights(iter(weights.items()))  # type: ignore[operator]
+        except REFUSALS as error:
+            raise ValueError(
+                f"vLLM's loader must take the checkpoint's weights, got {one_line(error)}"
+            ) from error
         loads = recorder.loads
-        _check(recorder, forms, live, shapes, dtype)
+        _check(recorder, forms, live, shapes, {dtype, torch.float32})
         made = {} if format_ is None else {e.base: e for e in quantized_parameters(shapes, format_)}
         quantized = _quantized(loads, forms, live, made)
         made = made if quantized else {}
-        plan = _arrange(loads, forms, dtype, quantized)
+        plan = _arrange(loads, forms, quantized)
         places, parameters = plan.places, plan.parameters
         for name, shape in shapes.items():
             boxes = tuple(_joined([*_boxes(name, loads, places)]))
             if name in made:
                 parameters |= _layouts(made[name], shape, boxes, loads, places)
             else:
-                own = str(dtype).removeprefix("torch.")
-                parameters[name] = ParameterLayout(shape=tuple(shape), dtype=own, boxes=boxes)
+                (own,) = {load.target.dtype for load in loads if load.name == name}
+                parameters[name] = ParameterLayout(
+                    shape=tuple(shape), dtype=_name(own), boxes=boxes
+                )
         plain = [name for name in forms if name in places and name not in quantized]
-        experts = frozenset(load.parameter for load in loads if len(load.whole.shape) == 3)
+        experts = frozenset(load.parameter for load in loads if _is_of_experts(model, load))
         is_staged = any(_differ(forms[name], live.get(name)) for name in plain) or (
             live.keys() != forms.keys() | places.keys() or bool(experts)
         )
@@ -192,8 +200,18 @@ def _layouts(
     }
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _is_of_experts(model: nn.Module, load: _Load) -> bool:
+    """Return whether a kernel for mixtures of experts reads the parameter."""
+    layer = model.get_submodule(load.parameter.rpartition(".")[0])
+    return hasattr(getattr(layer, "quant_method", None), "moe_kernel")
 
 
 def _differ(form: Tensor, live: Tensor | None) -> bool:
@@ -209,7 +227,6 @@ def _differ(form: Tensor, live: Tensor | None) -> bool:
 def _arrange(
     loads: list[_Load],
     forms: Mapping[str, Tensor],
-    dtype: torch.dtype,
     quantized: Mapping[str, Format],
 ) -> MemoryPlan:
     """Return one place per loaded parameter, and one for the scales of each that is `quantized`, in
@@ -220,7 +237,7 @@ def _arrange(
             continue
         format_ = quantized.get(name)
         if format_ is None:
-            plan.reserve(name, tuple(form.shape), str(dtype).removeprefix("torch."))
+            plan.reserve(name, tuple(form.shape), _name(form.dtype))
             continue
         plan.reserve(name, tuple(form.shape), format_.dtype)
         rows = (1,) if format_.is_per_tensor else (len(form), 1)
@@ -238,8 +255,9 @@ def _boxes(name: str, loads: list[_Load], places: dict[str, Place]) -> Iterator[
             index.append(rest // stride)
             rest %= stride
         sizes, strides = [*source.shape], [*target.stride()]
-        if len(index) < len(whole.shape):  # of one expert
-            index, sizes, strides = [0, *index], [1, *sizes], [sizes[0] * strides[0], *strides]
+        if len(sizes) < len(whole.shape):  # of one expert
+            sizes, strides = [1, *sizes], [sizes[0] * strides[0], *strides]
+            index = [0, *index][-len(sizes) :]
         start = tuple(a + b for a, b in zip(whole.start, index, strict=True))
         yield Box(
             start=start,
@@ -252,7 +270,7 @@ def _boxes(name: str, loads: list[_Load], places: dict[str, Place]) -> Iterator[
 
 def _joined(boxes: list[Box]) -> Iterator[Box]:
     """Yield the boxes, with those of successive experts that lie equally far apart as one."""
-    if not boxes or len(boxes[0].start) < 3:
+    if any(len(box.start) < 3 or box.start[0] + 1 != box.stop[0] for box in boxes):
         yield from boxes
         return
     alike: dict[object, list[Box]] = {}
@@ -280,15 +298,19 @@ def _check(
     forms: Mapping[str, Tensor],
     live: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    dtypes: Collection[torch.dtype],
 ) -> None:
-    """Raise ValueError unless plain copies of one dtype read every weight and fill every
-    parameter."""
+    """Raise ValueError unless plain copies read every weight and fill every parameter, which has
+    one of `dtypes`."""
     loads = recorder.loads
     refused = list(recorder.refused)
+    first: dict[str, torch.dtype] = {}
     for load in loads:
         whole = torch.empty(load.whole.file_shape, device="meta").stride()
-        if load.source.stride() != whole or load.target.dtype != dtype:
+        own = load.source.stride()  # of an expert among stacked ones it lacks a dimension
+        if own != whole[-len(own) :] or load.target.dtype not in dtypes:
+            refused.append(load.name)
+        if first.setdefault(load.name, load.target.dtype) != load.target.dtype:
             refused.append(load.name)
     if refused:
         raise ValueError(f"vLLM's loader must only copy weights, got more for {refused[0]}")

@@ -39,6 +39,14 @@ CPU_ENVIRONMENT = {
 }
 
 
+REFUSALS = (
+    *(ValueError, NotImplementedError, AssertionError),
+    *(AttributeError, ImportError, KeyError, TypeError),
+)
+"""The errors of vLLM for a checkpoint or config that it cannot run: some say so, and others come of
+a config.json that it does not expect."""
+
+
 def set_environment(device: str) -> None:
     """Set the variables that vLLM reads; a value that the user has set stays."""
     # Both warn at every import, and a user can do nothing about it.
@@ -97,9 +105,9 @@ def make_core(
             total_bytes = platform_of(device).card(device).memory_bytes
             arguments.gpu_memory_utilization = memory_share(config, architecture, total_bytes)
         core = EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)
-    except (ValueError, NotImplementedError, AssertionError) as error:
+    except REFUSALS as error:
         _leave_groups()
-        raise ValueError(f"vLLM cannot run {checkpoint}: {_one_line(error)}") from error
+        raise ValueError(f"vLLM cannot run {checkpoint}: {one_line(error)}") from error
     finally:
         shutil.rmtree(alone, ignore_errors=True)
     _unlink_shared_memory(store_path, rank)
@@ -206,8 +214,10 @@ def _unlink_shared_memory(store_path: str, rank: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def _one_line(error: Exception) -> str:
-    """Return the first line with information: pydantic and vLLM write several."""
+def one_line(error: Exception) -> str:
+    """Return the first line with information, of REFUSALS: pydantic and vLLM write several."""
+    if isinstance(error, REFUSALS[3:]):
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     informative = [line for line in lines if "validation error" not in line]
     line = (informative or lines or [type(error).__name__])[0].split(" [type=")[0]
