@@ -253,21 +253,17 @@ class Decoder:
         chosen = choose(probs, sizes.num_chosen)
         noted = chosen if record.rows is None else chosen[record.rows]
         self.cache.record(self._sparse[index], record.places, noted)
-        arrangement = arrange(chosen, sizes.num_experts)
-        rows, counts = spread(h, arrangement, sizes.num_chosen), arrangement.counts
-        own, out = slice(None), None
-        if self._group is not None:
-            num_held = sizes.num_experts // self._group.num_ranks
-            first = self._group.rank * num_held
-            before, num = counts[:first].sum(), counts[first : first + num_held].sum()
-            start, length = torch.stack((before, num)).tolist()
-            out, own = torch.zeros_like(rows), slice(start, start + length)
-            counts = counts[first : first + num_held]
-        gate, up = expert_product(rows[own], layer.expert_gate_up, counts).chunk(2, dim=1)
+        group, num_held, ordered = self._group, sizes.num_experts, chosen
+        if group is not None:  # rows of this rank's experts come first
+            num_held //= group.num_ranks
+            ordered = (chosen - group.rank * num_held) % sizes.num_experts
+        arrangement = arrange(ordered, sizes.num_experts)
+        rows, counts = spread(h, arrangement, sizes.num_chosen), arrangement.counts[:num_held]
+        gate, up = expert_product(rows, layer.expert_gate_up, counts).chunk(2, dim=1)
         found = expert_product(functional.silu(gate).mul_(up), layer.expert_down, counts)
-        if out is not None:
-            out[own] = found
-            found = out
+        if group is not None:  # the others have no product here
+            is_other = torch.arange(len(found), device=found.device) >= counts.sum()
+            found.masked_fill_(is_other[:, None], 0.0)
         mixed = combine(found, arrangement, gates(probs, chosen, sizes))
         x.add_(mixed if self._group is None else self._group.sum(mixed))
 

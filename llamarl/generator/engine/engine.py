@@ -307,7 +307,8 @@ class EmbeddedEngine:
             return
         before = self._records.pop(slot)
         first = len(before)
-        added = self._cache.experts[:, slot, first:num_fed].transpose(0, 1).cpu().numpy()
+        fed = self._cache.experts[:, slot, first:num_fed].transpose(0, 1)
+        added = platform_of(self._device).fetch(fed).wait().numpy()
         written.experts = np.concatenate([before, added]) if first else added.copy()
 
     def _stop_at_text(
