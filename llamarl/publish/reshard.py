@@ -151,7 +151,8 @@ def _by_name(layouts: list[RankLayout], side: str) -> dict[str, Held]:
 def _pieces(alike: AlikeLayers) -> Iterator[_Piece]:
     """Cut all target boxes of parameters that look alike along the borders of the source boxes.
 
-    If several sources hold a large box, each sends a slab of it."""
+    If several sources hold a large box, each sends a slab of it; or they take turns from layer to
+    layer, if there are as many."""
     name, sources, targets = alike.names[0], alike.sources, alike.targets
     shapes = {layout.shape for layout in (*sources.values(), *targets.values())}
     if len(shapes) > 1:
@@ -171,10 +172,14 @@ def _pieces(alike: AlikeLayers) -> Iterator[_Piece]:
             parts, rest = _cut((box.start, box.stop), regions)
             for part, region in parts:
                 holders = held[region]
+                whole = _Piece(alike, part, holders, rank, box, step, layout.dtype)
+                if len(alike.names) >= len(holders) and whole.num_elements >= MIN_SPREAD_ELEMENTS:
+                    yield whole
+                    continue
                 slabs = _split(part, len(holders))
                 for i, slab in enumerate(slabs):
                     senders = [holders[i]] if len(slabs) == len(holders) else holders
-                    yield _Piece(alike, slab, senders, rank, box, step, layout.dtype)
+                    yield replace(whole, region=slab, holders=senders)
             _require_none(rest, f"parameter {name}: the trainer ranks must hold all of")
     _require_none(missing, f"parameter {name}: the generator ranks must hold all of")
 

@@ -212,11 +212,12 @@ def layered(rank, num_layers, shape, *, step=None, odd=None, buffers="{name}"):
     [
         (1, (8, 4), None, [(0, 1, 12)]),  # first layer, step, layers
         (4, (8, 4), None, [(0, 1, 12)]),
-        (4, (1 << 9, 1 << 8), None, [(0, 1, 12)] * 4),  # a slab from each
-        (4, (1 << 4, 1 << 10), 11, [(0, 1, 11)] * 4 + [(11, 0, 1)] * 4),
+        (4, (1 << 9, 1 << 8), None, [(first, 4, 3) for first in range(4)]),  # by turns
+        (4, (1 << 4, 1 << 10), 11,  # too few to take turns: a slab from each
+         [(0, 1, 11)] * 4 + [(11, 0, 1)] * 4),
         (1, (8, 4), 5, [(0, 1, 5), (5, 1, 2), (7, 1, 5)]),
     ],
-)
+)  # fmt: skip
 def test_alike_layers_are_one_record(num_holders, shape, odd, records) -> None:
     sources = [layered(rank, 12, shape) for rank in range(num_holders)]
     copies = plan(sources, [layered(0, 12, shape, step=math.prod(shape) + 7, odd=odd)])
