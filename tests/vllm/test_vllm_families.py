@@ -57,7 +57,10 @@ TRAINS: dict[str, dict[str, Any]] = {
     "glm4": {"pad_token_id": 0},
     "qwen2_moe": MIXTURE | SHARED,
     "qwen3_next": MIXTURE | SHARED | LINEAR,
+    "mistral": {},
     "ministral3": {},
+    "phi": {"pad_token_id": 0, "vocab_size": 128},  # its head's bias is not padded
+    "olmo2": {},
     "phi3": {"pad_token_id": 0},
     "granite": {},
     "exaone4": WINDOWS,
@@ -71,7 +74,17 @@ TRAINS: dict[str, dict[str, Any]] = {
     "starcoder2": {},
 }
 """By model_type what the configs of families that train have beside SIZES."""
-SLOW = ("ministral3", "stablelm", "nemotron", "starcoder2", "seed_oss", "hunyuan_v1_dense")
+SLOW = (
+    "mistral",
+    "phi",
+    "olmo2",
+    "ministral3",
+    "stablelm",
+    "nemotron",
+    "starcoder2",
+    "seed_oss",
+    "hunyuan_v1_dense",
+)
 LINEAR_KIND = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DTYPES = dict.fromkeys(LINEAR_KIND, "bfloat16")  # in which alone vLLM has linear attention on CPUs
 MEDIANS = {"qwen3_next": 0.2, "gemma2": 1e-3}
