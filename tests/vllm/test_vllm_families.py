@@ -59,7 +59,6 @@ TRAINS: dict[str, dict[str, Any]] = {
     "qwen3_next": MIXTURE | SHARED | LINEAR,
     "mistral": {},
     "ministral3": {},
-    "phi": {"pad_token_id": 0, "vocab_size": 128},  # its head's bias is not padded
     "olmo2": {},
     "phi3": {"pad_token_id": 0},
     "granite": {},
@@ -111,6 +110,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "",
         f"{LOADER} .*mamba",
     ),
+    "phi": ({"pad_token_id": 0}, "", f"{LOADER} lm_head.bias"),
     "granitemoe": ({"num_local_experts": 4, "num_experts_per_tok": 2}, "experts.down_proj", ""),
     "qwen3_5_text": (LINEAR, "", "vLLM cannot run .*torchvision"),
     "qwen3_5_moe_text": (LINEAR | MIXTURE | SHARED, "", "vLLM cannot run .*torchvision"),
