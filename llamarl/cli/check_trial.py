@@ -130,10 +130,9 @@ def tolerances(config: Config) -> tuple[float, float, float]:
     """Return how far log-probs (median, largest) and the gradient's norm may be from the CPU's
     float32. float32 differs by how sums are ordered; 16 and 8 bits by their rounding, with a long
     tail."""
-    generator, trainer = config.generator, config.trainer
-    is_wide = generator.dtype == "float32" and generator.quantization == "none"
-    gradient = 2e-3 if is_wide and trainer.compute_dtype == "float32" else 0.15
-    return (1e-3, 1e-2, gradient) if is_wide else (0.5, 2.0, gradient)
+    is_exact = config.generator.is_exact
+    gradient = 2e-3 if is_exact and config.trainer.compute_dtype == "float32" else 0.15
+    return (1e-3, 1e-2, gradient) if is_exact else (0.5, 2.0, gradient)
 
 
 def tiny_config(config: Config, checkpoint: str, tokenizer: str) -> Config:

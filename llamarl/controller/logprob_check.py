@@ -191,9 +191,8 @@ class LogprobCheck:
         """Return the tolerance of the replica's pool."""
         pool = pool_at(self.config.generator, replica)
         if pool.key not in self.tolerances:
-            generator = pool.generator
-            dtypes = {generator.dtype, self.config.trainer.compute_dtype}
-            is_exact = dtypes == {"float32"} and generator.quantization == "none"
+            is_wide = self.config.trainer.compute_dtype == "float32"
+            is_exact = is_wide and pool.generator.is_exact
             largest = LARGEST_FLOAT32_MEDIAN if is_exact else LARGEST_MEDIAN
             self.tolerances[pool.key] = Tolerance(largest)
         return self.tolerances[pool.key]

@@ -156,7 +156,7 @@ def _vllm_weight_buffer(
         plan.put(name, shape, box, dtype, plan.reserve(name, box[0], dtype).offset)
 
     for name, shape in shapes.items():
-        if is_stacked(name):  # its ranks have a part of every expert
+        if is_stacked(name):
             plan.parameters[name] = _part_of_experts(plan, name, shape, rank, generator)
             continue
         size, start = rank_box(architecture, name, shape, rank, generator.num_ranks)
@@ -175,18 +175,20 @@ def _vllm_weight_buffer(
 def _part_of_experts(
     plan: MemoryPlan, name: str, shape: Shape, rank: int, generator: VllmConfig
 ) -> ParameterLayout:
-    """Reserve a rank's part of stacked experts, and return its boxes: of gate and up it has the
-    same channels, and of down those channels' columns."""
+    """Reserve a rank's part of stacked experts, and return its boxes: with expert parallel it has
+    whole ones; else of gate and up the same channels, and of down those channels' columns."""
     experts, rows, columns = shape
     num_ranks, dtype = generator.num_ranks, generator.dtype
-    if name.endswith(DOWN):
+    if generator.expert_parallel:
+        size, starts = (experts // num_ranks, rows, columns), [(rank * experts // num_ranks, 0, 0)]
+    elif name.endswith(DOWN):
         size, starts = (experts, rows, columns // num_ranks), [(0, 0, rank * columns // num_ranks)]
     else:
         inner = rows // 2
         size = (experts, inner // num_ranks, columns)
         starts = [(0, first + rank * inner // num_ranks, 0) for first in (0, inner)]
     height, width = len(starts) * size[1], size[2]
-    place = plan.reserve(name, (experts, height, width), dtype)
+    place = plan.reserve(name, (size[0], height, width), dtype)
     strides = (height * width, width, 1)
     boxes = tuple(
         one_box(shape, size, start, dtype, BUFFER, place.offset + i * size[1] * width, strides)

@@ -60,6 +60,8 @@ ELSEWHERE = {
     "sampling.stop_strings": "stop stop_words stop_token_ids",
     "generator": "use_vllm rollout_backend inference_engine actor_rollout_ref.rollout.name",
     "generator.num_ranks": "tensor_model_parallel_size vllm_tensor_parallel_size",
+    "generator.expert_parallel": "actor_rollout_ref.rollout.expert_parallel_size "
+    "enable_expert_parallel",
     "generator.num_replicas": "num_engines rollout_num_engines vllm_num_engines",
     "generator.max_num_seqs": "max_running_requests per_device_eval_batch_size val_batch_size",
     "generator.max_model_len": "vllm_max_model_length max_seq_len",

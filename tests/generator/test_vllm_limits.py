@@ -14,10 +14,12 @@ from torch import Tensor
 from llamarl.core.config import VllmConfig
 from llamarl.generator.vllm.limits import check_installed, check_limits, memory_share
 from llamarl.generator.vllm.staging import on_device
-from llamarl.model.architecture import read_architecture
+from llamarl.model.architecture import ExpertSizes, read_architecture
 from tests.recipe.test_inputs import RECIPE, read
 
 ARCHITECTURE = read_architecture(str(RECIPE / "checkpoint"))  # 4 heads of 32, 2 for keys, 3 layers
+
+EXPERTS = ExpertSizes(num_experts=6, num_chosen=2, intermediate_size=16, normalized=True)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -31,6 +33,21 @@ def test_what_fits_is_accepted(num_ranks: int) -> None:
         ({"num_ranks": 3}, {}, "generator.num_ranks must divide the checkpoint's 4 attention"),
         ({"num_ranks": 8}, {"intermediate_size": 12}, "and 12 intermediate channels, got 8"),
         ({"num_ranks": 4}, {"num_kv_heads": 3}, "checkpoint's 3 key-value heads or be a multiple"),
+        (
+            {"num_ranks": 4},
+            {"experts": replace(EXPERTS, intermediate_size=18)},
+            "divide the checkpoint's 4 attention heads and 18 channels of an expert, got 4",
+        ),
+        (
+            {"num_ranks": 4, "expert_parallel": True, "device": "cuda"},
+            {"experts": replace(EXPERTS, dense_layers=(0,))},
+            "4 attention heads and 352 intermediate channels and 6 experts, got 4",
+        ),
+        (
+            {"expert_parallel": True, "device": "cuda"},
+            {},
+            "expert_parallel must be false with a llama, which has no experts, got True",
+        ),
         ({}, {"head_dim": 24}, "head size must be one of 32, 64, .* (vLLM on CPU), got 24"),
     ],
 )

@@ -28,11 +28,14 @@ def make_engine(
     keeps_addresses: bool | None = None,
     lora: LoraConfig | None = None,
     records_experts: bool = False,
+    expert_parallel: bool = False,
     **changes,
 ) -> VllmEngine:
+    config = VllmConfig(num_ranks=num_ranks, **(DEFAULTS | changes))
+    config.expert_parallel = expert_parallel  # which a config for CPUs refuses
     return VllmEngine(
         checkpoint,
-        VllmConfig(num_ranks=num_ranks, **(DEFAULTS | changes)),
+        config,
         rank=rank,
         num_ranks=num_ranks,
         rendezvous=str(rendezvous or ""),

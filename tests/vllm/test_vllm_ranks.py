@@ -22,8 +22,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen25", "qwen3_moe", pytest.param("llama", marks=pytest.mark.slow),
-     pytest.param("qwen3", marks=pytest.mark.slow)],
+    ["qwen3_moe", *(pytest.param(each, marks=pytest.mark.slow)
+                    for each in ("llama", "qwen25", "qwen3"))],
 )  # fmt: skip
 def test_two_ranks_write_what_transformers_would(family: str, tmp_path: Path) -> None:
     (first, old), (second, new) = write_versions(tmp_path, family)
@@ -57,6 +57,25 @@ def test_two_ranks_write_what_transformers_would(family: str, tmp_path: Path) ->
         for found in replica.call("listening"):
             assert found
             assert [entry for entry in found if not is_loopback(entry[1])] == []
+
+
+@pytest.mark.slow
+def test_ranks_that_have_whole_experts_get_their_own(tmp_path: Path) -> None:
+    """vLLM has no kernel for CPUs to write with them."""
+    (first, _), (second, new) = write_versions(tmp_path, "qwen3_moe")
+    weights = {name: tensor.detach() for name, tensor in new.named_parameters()}
+    with replicas(first, [tmp_path / "meeting"], expert_parallel=True) as (replica,):
+        memories = replica.call("memory")
+        for rank, memory in enumerate(memories):
+            for name, layout in memory.parameters.items():
+                if name.endswith("experts.down_proj"):
+                    assert [(b.start, b.stop) for b in layout.boxes] == [
+                        ((3 * rank, 0, 0), (3 * rank + 3, 96, 64))
+                    ]
+        for flat, loaded in zip(
+            publish(memories, weights), replica.call("load", second), strict=True
+        ):
+            assert torch.equal(flat, loaded)
 
 
 @pytest.mark.slow

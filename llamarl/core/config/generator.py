@@ -116,6 +116,11 @@ class GeneratorConfig(Section):
         must = f"be from {fewest} to {most} with generator.elastic={self.elastic}"
         self.require(fewest <= self.num_replicas <= most, "num_replicas", must)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine rounds nothing to fewer than 32 bits."""
+        return self.dtype == "float32" and self.quantization == "none"
+
     def require_quantization(
         self, engine: str, *, on_cpu: tuple[str, ...], on_gpu: tuple[str, ...]
     ) -> None:
@@ -147,6 +152,13 @@ class VllmConfig(GeneratorConfig):
     and a decode step reads half. AIPO takes mu from this sampler."""
     block_size: int = number(32, least=1, most=2**16)
     """Tokens per KV block; whole blocks of a prompt are shared among its rollouts."""
+    expert_parallel: bool = False
+    """Give each rank whole experts of a mixture of experts, instead of a part of every one; on CUDA
+    alone."""
+
+    @property
+    def is_exact(self) -> bool:
+        return super().is_exact and self.kv_cache_dtype == "auto"
 
     def check(self) -> None:
         GeneratorConfig.check(self)
@@ -155,6 +167,9 @@ class VllmConfig(GeneratorConfig):
         must = "be auto on cpu (vLLM)"
         is_able = self.kv_cache_dtype == "auto" or is_gpu(self.device)
         self.require(is_able, "kv_cache_dtype", must)
+        must = "be false on cpu (vLLM has no kernel for it there)"
+        is_able = not self.expert_parallel or is_gpu(self.device)
+        self.require(is_able, "expert_parallel", must)
         must = f"be bfloat16 with generator.quantization={self.quantization} (vLLM)"
         self.require(self.quantization == "none" or self.dtype == "bfloat16", "dtype", must)
         unit = 16 if is_gpu(self.device) else 32

@@ -7,6 +7,7 @@ import math
 from importlib.metadata import PackageNotFoundError, version
 
 from llamarl.core.config import VllmConfig
+from llamarl.core.fields import require
 from llamarl.model.architecture import AnyArchitecture, Architecture, OtherArchitecture
 from llamarl.model.inventory import parameter_shapes
 from llamarl.publish.reshard import DTYPE_BYTES
@@ -42,12 +43,21 @@ def check_limits(config: VllmConfig, architecture: AnyArchitecture) -> None:
     if isinstance(architecture, OtherArchitecture):
         return  # vLLM refuses at its start what it cannot run
     a, num_ranks = architecture, config.num_ranks
-    inner = a.intermediate_size if a.experts is None else a.experts.intermediate_size
-    if a.num_heads % num_ranks or inner % num_ranks:
+    split = {"attention heads": a.num_heads, "intermediate channels": a.intermediate_size}
+    if a.experts is not None and not a.experts.dense_layers:
+        del split["intermediate channels"]
+    if a.experts is not None and config.expert_parallel:
+        split["experts"] = a.experts.num_experts
+    elif a.experts is not None:
+        split["channels of an expert"] = a.experts.intermediate_size
+    if any(size % num_ranks for size in split.values()):
+        listed = " and ".join(f"{size} {what}" for what, size in split.items())
         raise ValueError(
-            f"generator.num_ranks must divide the checkpoint's {a.num_heads} attention heads and "
-            f"{inner} intermediate channels, got {num_ranks}"
+            f"generator.num_ranks must divide the checkpoint's {listed}, got {num_ranks}"
         )
+    must = f"be false with a {a.model_type}, which has no experts"
+    is_able = a.experts is not None or not config.expert_parallel
+    require(is_able, "generator.expert_parallel", must, config.expert_parallel)
     if a.num_kv_heads % num_ranks and num_ranks % a.num_kv_heads:
         raise ValueError(
             f"generator.num_ranks must divide the checkpoint's {a.num_kv_heads} key-value heads or "

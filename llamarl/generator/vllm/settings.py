@@ -163,6 +163,7 @@ def _arguments(
         enable_prefix_caching=True,
         enforce_eager=config.enforce_eager,
         tensor_parallel_size=num_ranks,
+        enable_expert_parallel=config.expert_parallel and num_ranks > 1,
         distributed_executor_backend=executor,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
