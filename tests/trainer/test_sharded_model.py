@@ -199,6 +199,7 @@ def check(ranks: Any, folder: Path, cases: list[Case]) -> None:
     answers = ranks(num_ranks).run(answer, str(folder / uuid.uuid4().hex), cases)
     for i, case in enumerate(cases):
         expected, num_layers = plain[case.architecture], QWEN3.num_layers
+        largest = max(map(np.linalg.norm, expected.values()))
         num_sparse = len(ARCHITECTURES[case.architecture].sparse_layers)
         is_cut = case.config.num_shard_ranks > 1, case.config.num_expert_shard_ranks > 1
         num_units = num_layers * is_cut[0] + num_sparse * is_cut[1]
@@ -212,10 +213,12 @@ def check(ranks: Any, folder: Path, cases: list[Case]) -> None:
             assert seen.gathers == gathers[case.config.reshard_after], case.name
             for name, gradient in seen.gradients.items():
                 error = np.linalg.norm(gradient - expected[name])
-                # Sums over tensor-parallel ranks round differently: 3.2e-6 measured.
+                # Sums over tensor-parallel ranks round differently: 3.2e-6 measured, and more where
+                # terms cancel, as in a norm of two channels.
                 is_exact = num_sparse and case.config.tensor_parallel == 1
-                limit = 1e-6 if is_exact else 1e-5
-                assert error <= limit * np.linalg.norm(expected[name]), (case.name, name)
+                share, rounding = (1e-6, 0.0) if is_exact else (1e-5, 1e-7)
+                limit = share * np.linalg.norm(expected[name]) + rounding * largest
+                assert error <= limit, (case.name, name)
         assert answers[0][i].gradients.keys() == expected.keys()
 
 
