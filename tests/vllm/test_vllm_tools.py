@@ -16,7 +16,11 @@ pytestmark = pytest.mark.vllm
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["sampling.segment_tokens=5"], ["generator.num_ranks=2"]],
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["sampling.segment_tokens=5"],
+        ["generator.num_ranks=2"],
+    ],
     ids=["whole", "cut", "two ranks"],
 )
 def test_every_token_of_an_episode_is_what_it_should_be(
