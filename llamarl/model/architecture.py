@@ -567,6 +567,9 @@ def _read(folder: Path) -> OtherArchitecture:
     if values.get("quantization_config") is not None:
         method = values["quantization_config"]
         raise fields.error("quantization_config", "be absent: weights cannot be quantised", method)
+    if "text_config" in values:
+        must = "be a model of text alone (this one's text_config is a part of it)"
+        raise fields.error("model_type", must, values["model_type"])
     tie_embeddings = fields.flag("tie_word_embeddings")
     shapes = {
         name: entry.shape

@@ -155,6 +155,10 @@ def test_tensors_of_any_family_are_in_layer_order(folders: dict[str, Path], tmp_
             ({"model_type": kind}, f"must be a causal language model of text, got '{kind}'")
             for kind in ("bert", "bart", "whisper")
         ),
+        (
+            {"model_type": "gemma3", "text_config": {"vocab_size": 64}},
+            "model_type in .* must be a model of text alone .*, got 'gemma3'",
+        ),
     ],
 )
 def test_what_the_library_cannot_build_is_refused_and_no_code_runs(
