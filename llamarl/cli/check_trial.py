@@ -116,7 +116,8 @@ def tiny_experts(config: Config, experts: ExpertSizes) -> tuple[int, int]:
     ranks |= {pool.generator.num_ranks for pool in pools_of(config.generator)}
     unit = math.lcm(*ranks)
     few = unit * math.ceil(2 * experts.num_chosen / unit)
-    return min(experts.num_experts, few), math.lcm(trainer.num_expert_shard_ranks, EXPERT_CHANNELS)
+    channels = math.lcm(trainer.num_expert_shard_ranks, EXPERT_CHANNELS * unit)  # vLLM cuts them
+    return min(experts.num_experts, few), channels
 
 
 START_S, CALL_S = 180.0, 60.0

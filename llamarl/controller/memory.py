@@ -166,7 +166,7 @@ def _ranks(
         return
     check_parallel(architecture, config.trainer, config.generator)
     if isinstance(config.generator, VllmConfig):
-        check_limits(config.generator, architecture)
+        check_limits(config.generator, architecture, config.trainer.lora)
     trainer = forecast_trainer(config, architecture, frozen)
     generator = forecast_generator(config, architecture)
     phases = _phases(config, trainer, generator)

@@ -138,7 +138,7 @@ def file_pieces(architecture: AnyArchitecture) -> Iterator[FilePiece]:
             yield whole_piece(name, shape)
 
 
-OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+OF_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9]\d*)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
 def _stack(
@@ -146,24 +146,52 @@ def _stack(
 ) -> tuple[dict[str, tuple[int, ...]], list[FilePiece]]:
     """Return the shapes of the parameters that transformers makes of the `tensors` of files, by
     name, and the pieces that the files hold of them, in the order of the parameters. It stacks the
-    matrices of a mixture's experts as our own model does; any other parameter is one tensor."""
-    mixtures: dict[str, list[tuple[int, ...]]] = {}
+    matrices of a mixture's gated experts as our own model does; any other parameter is one tensor.
+
+    Raises ValueError unless such a mixture has three matrices for each expert, of the same
+    shapes."""
+    mixtures: dict[str, dict[tuple[int, str], tuple[int, ...]]] = {}
     for tensor, shape in tensors.items():
         if found := OF_EXPERT.fullmatch(tensor):
-            mixtures.setdefault(found[1], []).append(shape)
+            mixtures.setdefault(found[1], {})[int(found[2]), found[3]] = shape
+    stacks = {
+        name: _check_mixture(name, matrices)
+        for name, matrices in mixtures.items()
+        if any(kind == "gate_proj" for _, kind in matrices)
+    }
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, list[FilePiece]] = {}
     for tensor, shape in tensors.items():
         piece = whole_piece(tensor, shape)
-        if (found := OF_EXPERT.fullmatch(tensor)) and len(shape) == 2:
-            expert, is_down, (rows, columns) = int(found[2]), found[3] == "down_proj", shape
+        if (found := OF_EXPERT.fullmatch(tensor)) and found[1] in stacks:
+            number, inner, hidden = stacks[found[1]]
+            expert, is_down = int(found[2]), found[3] == "down_proj"
             name = f"{found[1]}.{'down_proj' if is_down else 'gate_up_proj'}"
-            start = (expert, rows if found[3] == "up_proj" else 0, 0)
-            piece = FilePiece(name, tensor, start, (1, rows, columns), shape)
-            shape = len(mixtures[found[1]]) // 3, rows if is_down else 2 * rows, columns
+            start = (expert, inner if found[3] == "up_proj" else 0, 0)
+            piece = FilePiece(name, tensor, start, (1, *shape), shape)
+            shape = (number, hidden, inner) if is_down else (number, 2 * inner, hidden)
         shapes.setdefault(piece.parameter, shape)
         pieces.setdefault(piece.parameter, []).append(piece)
     return shapes, [piece for name in shapes for piece in pieces[name]]
+
+
+def _check_mixture(
+    name: str, matrices: Mapping[tuple[int, str], tuple[int, ...]]
+) -> tuple[int, int, int]:
+    """Return the number of experts, their intermediate size and the hidden size."""
+    kinds = ("gate_proj", "up_proj", "down_proj")
+    number = 1 + max(expert for expert, _ in matrices)
+    inner, hidden = (*matrices.get((0, "gate_proj"), ()), 0, 0)[:2]
+    for expert in range(number):
+        for kind in kinds:
+            tensor = f"{name}.{expert}.{kind}.weight"
+            shape = matrices.get((expert, kind))
+            if shape is None:
+                must = f"hold three matrices for each of {number} experts"
+                raise ValueError(f"the checkpoint must {must}, got no {tensor}")
+            expected = (hidden, inner) if kind == "down_proj" else (inner, hidden)
+            require(shape == expected, tensor, f"have the shape {expected} of its kind", shape)
+    return number, inner, hidden
 
 
 def attention_cost(architecture: AnyArchitecture) -> float:

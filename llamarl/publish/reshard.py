@@ -71,6 +71,7 @@ DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1,
 }  # fmt: skip
 MIN_SPREAD_ELEMENTS = 1 << 20  # less, in all layers together, comes from one source
+MIN_TURNS = 4  # layers that each holder sends at least, if they take turns: some send one more
 MIN_SPLIT_ELEMENTS = 16384  # a smaller box is not worth two copies: it goes to one source whole
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # global (start, stop) of a rectangle
@@ -152,7 +153,7 @@ def _pieces(alike: AlikeLayers) -> Iterator[_Piece]:
     """Cut all target boxes of parameters that look alike along the borders of the source boxes.
 
     If several sources hold a large box, each sends a slab of it; or they take turns from layer to
-    layer, if there are as many."""
+    layer, if there are enough."""
     name, sources, targets = alike.names[0], alike.sources, alike.targets
     shapes = {layout.shape for layout in (*sources.values(), *targets.values())}
     if len(shapes) > 1:
@@ -173,7 +174,8 @@ def _pieces(alike: AlikeLayers) -> Iterator[_Piece]:
             for part, region in parts:
                 holders = held[region]
                 whole = _Piece(alike, part, holders, rank, box, step, layout.dtype)
-                if len(alike.names) >= len(holders) and whole.num_elements >= MIN_SPREAD_ELEMENTS:
+                are_even = len(alike.names) >= MIN_TURNS * len(holders)
+                if are_even and whole.num_elements >= MIN_SPREAD_ELEMENTS:
                     yield whole
                     continue
                 slabs = _split(part, len(holders))

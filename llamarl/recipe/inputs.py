@@ -406,7 +406,7 @@ def _check_architecture(config: Config, architecture: AnyArchitecture) -> None:
             generator = alone(config, pool).generator
             check_parallel(architecture, config.trainer, generator)
             if isinstance(generator, VllmConfig):
-                check_limits(generator, architecture)
+                check_limits(generator, architecture, config.trainer.lora)
                 check_temperature("sampling.temperature", config.sampling.temperature)
                 check_temperature("evaluation.temperature", config.evaluation.temperature)
             fits = generator.max_model_len <= architecture.max_positions

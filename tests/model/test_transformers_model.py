@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -209,16 +210,51 @@ def test_experts_of_any_family_are_stacked_as_the_library_does_and_written_apart
         assert written[name].equal(tensor), name
 
 
-def test_experts_of_which_one_is_missing_are_refused(
-    folders: dict[str, Path], tmp_path: Path
+def cut(tensors: dict[str, torch.Tensor], name: str, rows: int) -> None:
+    tensors[name] = tensors[name][:rows].clone()
+
+
+EXPERT = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda t: t.pop(f"{EXPERT}.2.up_proj.weight"), r"each of 5 experts, got no .*2\.up_proj"),
+        (
+            lambda t: t.update({f"{EXPERT}.5.up_proj.weight": t.pop(f"{EXPERT}.2.up_proj.weight")}),
+            r"each of 6 experts, got no .*experts\.2\.up_proj",
+        ),
+        (
+            lambda t: t.update(
+                {f"{EXPERT}.02.up_proj.weight": t.pop(f"{EXPERT}.2.up_proj.weight")}
+            ),
+            r"each of 5 experts, got no .*experts\.2\.up_proj",
+        ),
+        (
+            lambda t: cut(t, f"{EXPERT}.2.up_proj.weight", 20),
+            r"2\.up_proj\.weight must have the shape \(32, 64\) of its kind, got \(20, 64\)",
+        ),
+        (
+            lambda t: cut(t, f"{EXPERT}.0.down_proj.weight", 20),
+            r"0\.down_proj\.weight must have the shape \(64, 32\) of its kind, got \(20, 32\)",
+        ),
+    ],
+    ids=["missing", "gap", "another spelling", "short", "short down"],
+)
+def test_a_mixture_with_damaged_experts_is_refused_before_anything_starts(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    damage: Callable[[dict[str, torch.Tensor]], object],
+    words: str,
 ) -> None:
     shutil.copytree(folders["qwen2_moe"], tmp_path / "damaged")
     path = tmp_path / "damaged" / "model.safetensors"
     tensors = load_file(path)
-    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    damage(tensors)
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts.* must"):
-        load(tmp_path / "damaged")
+    with pytest.raises(ValueError, match=words):
+        check_checkpoint(tmp_path / "damaged", is_any=True)
 
 
 def test_a_bfloat16_model_leaves_the_default_dtype_of_other_threads_alone(

@@ -212,7 +212,8 @@ def layered(rank, num_layers, shape, *, step=None, odd=None, buffers="{name}"):
     [
         (1, (8, 4), None, [(0, 1, 12)]),  # first layer, step, layers
         (4, (8, 4), None, [(0, 1, 12)]),
-        (4, (1 << 9, 1 << 8), None, [(first, 4, 3) for first in range(4)]),  # by turns
+        (4, (1 << 9, 1 << 8), None, [(0, 1, 12)] * 4),  # a slab from each
+        (3, (1 << 9, 1 << 8), None, [(first, 3, 4) for first in range(3)]),  # by turns
         (4, (1 << 4, 1 << 10), 11,  # too few to take turns: a slab from each
          [(0, 1, 11)] * 4 + [(11, 0, 1)] * 4),
         (1, (8, 4), 5, [(0, 1, 5), (5, 1, 2), (7, 1, 5)]),

@@ -27,7 +27,7 @@ from llamarl.generator.engine.scheduler import (
 from llamarl.generator.engine.weights import DTYPES, load_adapter_boxes, load_boxes, sums_of_boxes
 from llamarl.generator.protocol import PartialOutput, RequestOutput
 from llamarl.generator.vllm.experts import RolloutRecord, RouterCapture
-from llamarl.generator.vllm.limits import check_installed, check_temperature
+from llamarl.generator.vllm.limits import check_adapters, check_installed, check_temperature
 from llamarl.generator.vllm.recorder import record
 from llamarl.generator.vllm.settings import end_core, make_core, set_environment
 from llamarl.generator.vllm.staging import (
@@ -227,6 +227,11 @@ class VllmEngine:
             self._adapters = VllmAdapters(self._runner, lora, shapes, DTYPES[config.dtype])
         with self._without_adapters():
             self._record(checkpoint, keeps_addresses)
+        check_adapters(config, lora, has_experts=bool(self._experts))
+        dtypes = {layout.dtype for layout in self._whole.parameters.values()}
+        is_plain = config.quantization != "none" or len(dtypes) == 1
+        must = f"be 0 with a {self.architecture.model_type} (vLLM keeps some weights in float32)"
+        lora.require(is_plain or not lora.is_used, "rank", must)
         self.memory = self._whole if self._adapters is None else self._adapters.memory
         self._records_experts = records_experts
         self._capture: RouterCapture | None = None

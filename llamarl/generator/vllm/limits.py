@@ -6,7 +6,7 @@ before any other process starts."""
 import math
 from importlib.metadata import PackageNotFoundError, version
 
-from llamarl.core.config import VllmConfig
+from llamarl.core.config import LoraConfig, VllmConfig
 from llamarl.core.fields import require
 from llamarl.model.architecture import AnyArchitecture, Architecture, OtherArchitecture
 from llamarl.model.inventory import parameter_shapes
@@ -38,11 +38,20 @@ def _installed() -> str | None:
     return None
 
 
-def check_limits(config: VllmConfig, architecture: AnyArchitecture) -> None:
+def check_adapters(config: VllmConfig, lora: LoraConfig, *, has_experts: bool) -> None:
+    """Raise ValueError, in one line, if vLLM has no adapters beside experts on this device."""
+    must = "be 0 with generator=vllm on cpu and a mixture of experts (vLLM has no kernel for both)"
+    lora.require(not (lora.is_used and has_experts and config.device == "cpu"), "rank", must)
+
+
+def check_limits(
+    config: VllmConfig, architecture: AnyArchitecture, lora: LoraConfig | None = None
+) -> None:
     """Raise ValueError, in one line, if vLLM cannot run this architecture with this config."""
     if isinstance(architecture, OtherArchitecture):
         return  # vLLM refuses at its start what it cannot run
     a, num_ranks = architecture, config.num_ranks
+    check_adapters(config, lora or LoraConfig(), has_experts=a.experts is not None)
     split = {"attention heads": a.num_heads, "intermediate channels": a.intermediate_size}
     if a.experts is not None and not a.experts.dense_layers:
         del split["intermediate channels"]

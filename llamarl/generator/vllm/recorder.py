@@ -6,6 +6,7 @@ its slices, without a table of names: a publish writes exactly what vLLM would l
 
 A loader that does more than copy rectangles is refused, so the layout is never wrong."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llamarl.core.fields import require
 from llamarl.generator.vllm.settings import REFUSALS, one_line
 from llamarl.generator.vllm.staging import VLLM_SCALE, loading_form
 from llamarl.model.inventory import FilePiece, whole_piece
@@ -62,6 +64,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.sources, self.parameters = sources, parameters
         self.loads: list[_Load] = []
+        self.num_filled: Counter[str] = Counter()  # elements by parameter, padding too
         self.refused: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,12 +73,15 @@ class _Recorder(TorchDispatchMode):
             whole = self.sources.get(_storage(source))
             parameter = self.parameters.get(_storage(target))
             if whole and parameter and source.shape == target.shape:
+                self.num_filled[parameter] += target.numel()
                 self.loads.append(_Load(whole, source, parameter, target))
             else:
                 name = whole.parameter if whole else parameter
                 self.refused.append(name or "an unnamed tensor")
             return target
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            if parameter := self.parameters.get(_storage(args[0])):
+                self.num_filled[parameter] += args[0].numel()
             return args[0]  # padding, which no publish writes
         return func(*args, **(kwargs or {}))
 
@@ -108,12 +114,20 @@ def record(
             # A parameter that two modules share has the name of the first.
             {_storage(tensor): name for name, tensor in reversed(forms.items())},
         )
+        last = "weights"
+
+        def each() -> Iterator[tuple[str, Tensor]]:
+            nonlocal last
+            for item in weights.items():
+                last = item[0]
+                yield item
+
         try:
             with recorder:
-                model.load_weights(iter(weights.items()))  # type: ignore[operator]
-        except REFUSALS as error:
+                model.load_weights(each())  # type: ignore[operator]
+        except (*REFUSALS, RuntimeError) as error:
             raise ValueError(
-                f"vLLM's loader must take the checkpoint's weights, got {one_line(error)}"
+                f"vLLM's loader must take the checkpoint's {last}, got {one_line(error)}"
             ) from error
         loads = recorder.loads
         _check(recorder, forms, live, shapes, {dtype, torch.float32})
@@ -318,6 +332,10 @@ def _check(
     if missing:
         raise ValueError(f"vLLM's loader must take every weight, got none of {min(missing)}")
     loaded = {load.parameter for load in loads}
+    for name in loaded:
+        num_filled, wanted = recorder.num_filled[name], forms[name].numel()
+        must = "be filled by the checkpoint's tensors, all of its"
+        require(num_filled >= wanted, f"vLLM's {name}", f"{must} {wanted} elements", num_filled)
     shared = {id(live[name]) for name in loaded if name in live}
     for name in forms.keys() - loaded:
         if name not in live or id(live[name]) not in shared:  # a tied parameter is another's

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from llamarl.core.config import LoraConfig, VllmConfig
 from llamarl.core.device.devices import compute_device, platform_of
@@ -41,7 +42,7 @@ CPU_ENVIRONMENT = {
 
 REFUSALS = (
     *(ValueError, NotImplementedError, AssertionError),
-    *(AttributeError, ImportError, KeyError, TypeError),
+    *(AttributeError, ImportError, LookupError, TypeError, ArithmeticError, StrictDataclassError),
 )
 """The errors of vLLM for a checkpoint or config that it cannot run: some say so, and others come of
 a config.json that it does not expect."""
@@ -80,7 +81,7 @@ def make_core(
             "generator=vllm must have a process of its own for each rank (cluster=monarch), "
             "got one that is in a process group already"
         )
-    check_limits(config, architecture)
+    check_limits(config, architecture, lora)
     device = compute_device(config.device, "generator.device")
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -105,8 +106,10 @@ def make_core(
             total_bytes = platform_of(device).card(device).memory_bytes
             arguments.gpu_memory_utilization = memory_share(config, architecture, total_bytes)
         core = EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)
-    except REFUSALS as error:
+    except BaseException as error:
         _leave_groups()
+        if not isinstance(error, REFUSALS):
+            raise
         raise ValueError(f"vLLM cannot run {checkpoint}: {one_line(error)}") from error
     finally:
         shutil.rmtree(alone, ignore_errors=True)
