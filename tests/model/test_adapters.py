@@ -22,7 +22,12 @@ from llamarl.core.config import EmbeddedConfig, LoraConfig
 from llamarl.generator.engine.engine import EmbeddedEngine
 from llamarl.generator.engine.weights import AdaptedMatrix, AdapterLayout, BufferLayout, bind
 from llamarl.model import adapters as adapter_files
-from llamarl.model.adapter_inventory import adapter_shapes, check_adapter, read_lora
+from llamarl.model.adapter_inventory import (
+    adapted_modules,
+    adapter_shapes,
+    check_adapter,
+    read_lora,
+)
 from llamarl.model.adapters import attach, initialize
 from llamarl.model.architecture import read_any_architecture, read_architecture
 from llamarl.recipe.local_inputs import with_local_files
@@ -117,7 +122,9 @@ def test_an_engine_decodes_with_the_adapters_that_a_publish_brings(seeds: range)
 
 def check_engine(source: random.Random) -> None:
     architecture = VARIANTS[source.choice([*VARIANTS])]
-    targets = source.sample(NAMES, source.randint(1, 7))
+    modules = adapted_modules(adapter_shapes(architecture, LoraConfig(rank=1)))
+    names = sorted({module.rpartition(".")[2] for module in modules})  # experts have none
+    targets = source.sample(names, source.randint(1, len(names)))
     lora = LoraConfig(rank=source.randint(1, 9), alpha=source.uniform(0.5, 8), targets=targets)
     model = make_model(architecture, source.randint(0, 9))
     engine = EmbeddedEngine(
