@@ -106,7 +106,7 @@ def make_core(
             total_bytes = platform_of(device).card(device).memory_bytes
             arguments.gpu_memory_utilization = memory_share(config, architecture, total_bytes)
         core = EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the process groups must not outlive it
         _leave_groups()
         if not isinstance(error, REFUSALS):
             raise
