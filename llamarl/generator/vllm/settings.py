@@ -95,6 +95,7 @@ def make_core(
         def _distributed_args(self) -> tuple[str, int, int]:
             return f"file://{store_path}", rank, device.index or 0
 
+    core = None
     try:
         _register(architecture)
         adapters = adapter_arguments(architecture, lora)
@@ -106,12 +107,11 @@ def make_core(
             total_bytes = platform_of(device).card(device).memory_bytes
             arguments.gpu_memory_utilization = memory_share(config, architecture, total_bytes)
         core = EngineCore(arguments.create_engine_config(), RankExecutor, log_stats=False)
-    except BaseException as error:  # noqa: BLE001 - the process groups must not outlive it
-        _leave_groups()
-        if not isinstance(error, REFUSALS):
-            raise
+    except REFUSALS as error:
         raise ValueError(f"vLLM cannot run {checkpoint}: {one_line(error)}") from error
     finally:
+        if core is None:
+            _leave_groups()
         shutil.rmtree(alone, ignore_errors=True)
     _unlink_shared_memory(store_path, rank)
     return core
