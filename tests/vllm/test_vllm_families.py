@@ -159,7 +159,24 @@ def write_family(folder: Path, family: str, sizes: dict[str, Any]) -> Any:
     return write_reference(folder, family, **(SIZES | {"hidden_size": 128} | sizes))
 
 
+def load(folder: Path) -> Any:
+    """The trainer's model of a checkpoint."""
+    return load_model(str(folder), TransformersConfig(), torch.device("cpu"), None, torch.float32)
+
+
+def check_trainer(model: Any, library: Any, inputs: ModelInputs) -> torch.Tensor:
+    """The trainer's log-probs, which are those of transformers for each rollout alone."""
+    logprobs = model(inputs, 1.0).logprobs
+    ids, targets = inputs.token_ids.split(LENGTHS), inputs.targets.split(LENGTHS)
+    for part, target, found in zip(ids, targets, logprobs.split(LENGTHS), strict=True):
+        wanted = library(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1)
+        wanted = wanted.gather(1, target[:, None])[:, 0]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+    return logprobs
+
+
 def some_inputs() -> ModelInputs:
+    torch.manual_seed(1)
     ids = torch.randint(3, SIZES["vocab_size"], (2, sum(LENGTHS)))
     return ModelInputs(ids[0], make_packing(LENGTHS), ids[1])
 
@@ -171,18 +188,8 @@ def test_a_family_trains_a_step_and_vllm_writes_with_it(
     engines: Ranks, family: str, tmp_path: Path
 ) -> None:
     library = write_family(tmp_path, family, TRAINS[family])
-    model = load_model(
-        str(tmp_path), TransformersConfig(), torch.device("cpu"), None, torch.float32
-    )
-    torch.manual_seed(1)
-    inputs = some_inputs()
-    before = model(inputs, 1.0).logprobs
-    ids, targets = inputs.token_ids.split(LENGTHS), inputs.targets.split(LENGTHS)
-    for part, target, found in zip(ids, targets, before.split(LENGTHS), strict=True):
-        wanted = library(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1)
-        wanted = wanted.gather(1, target[:, None])[:, 0]
-        torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
-
+    model, inputs = load(tmp_path), some_inputs()
+    before = check_trainer(model, library, inputs)
     before.mean().neg().backward()
     parameters = dict(model.named_parameters())
     assert all(each.grad is not None for each in parameters.values())
@@ -215,9 +222,8 @@ def test_a_family_that_vllm_computes_otherwise_is_found_by_the_check_of_log_prob
     engines: Ranks, family: str, tmp_path: Path
 ) -> None:
     library = write_family(tmp_path, family, DIFFERS[family])
-    model = load_model(
-        str(tmp_path), TransformersConfig(), torch.device("cpu"), None, torch.float32
-    )
+    model = load(tmp_path)
+    check_trainer(model, library, some_inputs())
     weights = {name: each.detach() for name, each in library.named_parameters()}
     (rollouts,) = engines.run(write, str(tmp_path), weights, "float32")
     largest = [differences(model, [rollout])[:NUM_TOKENS].max() for rollout in rollouts]
@@ -229,12 +235,13 @@ def test_a_family_that_would_not_train_is_refused_by_name(
     engines: Ranks, family: str, tmp_path: Path
 ) -> None:
     sizes, by_trainer, by_vllm = REFUSED[family]
-    write_family(tmp_path, family, sizes)
-    config = TransformersConfig()
+    library = write_family(tmp_path, family, sizes)
     if by_trainer:
         with pytest.raises(ValueError, match=by_trainer) as refused:
-            load_model(str(tmp_path), config, torch.device("cpu"), None, torch.float32)
+            load(tmp_path)
         assert "\n" not in str(refused.value)
+    else:
+        check_trainer(load(tmp_path), library, some_inputs())
     if by_vllm:
         dtype = DTYPES.get(family, "float32")
         (words,) = engines.run(write, str(tmp_path), {}, dtype)
