@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from llamarl.core.config.inputs import ENVIRONMENT
 from llamarl.core.device.names import CPU, DEVICES, GPU, has_driver, is_gpu
 from llamarl.core.extensions import FILE
 from llamarl.core.fields import require, require_choice
@@ -20,7 +21,7 @@ from llamarl.prompts.files import read_rows
 from llamarl.recipe.composition import compose, to_config
 from llamarl.recipe.hub import is_hub_name
 from llamarl.recipe.local_inputs import CHECKPOINT, HELD_OUT, PROMPTS, path_here
-from llamarl.scoring.rewards import ENVIRONMENT, REWARDS, TASK
+from llamarl.scoring.rewards import REWARDS, TASK
 
 REWARD_CHOICES = [name for name in REWARDS if name != ENVIRONMENT]  # it has tools
 USAGE = f"""\

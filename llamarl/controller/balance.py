@@ -136,7 +136,8 @@ class Speeds:
             self._cut[row.row_id] = row.num_generated
         pool, kept = self._pool(index), 1 - 1 / NUM_LATEST
         pool.num_rollouts += 1
-        pool.num_tokens = kept * pool.num_tokens + row.num_generated - before
+        num_generated = sum(each.num_generated for each in row.sequences)
+        pool.num_tokens = kept * pool.num_tokens + num_generated - before
         pool.slots_s *= kept
 
     def _pool(self, index: int) -> PoolSpeed:
@@ -196,7 +197,7 @@ class Skew:
         """Learn from a rollout that has stopped, if it ended by itself or at its limit."""
         is_whole = row.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if is_whole and request.purpose is Purpose.TRAIN:
-            self._ranker.observe(request, row.num_generated)
+            self._ranker.observe(request, sum(each.num_generated for each in row.sequences))
 
     def plan(
         self, groups: Sequence[Sequence[Request]], num_replicas: int, *, may_split: bool = True

@@ -92,8 +92,8 @@ class PartSize:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         yield
-        rollouts = (rollout for group in groups for rollout in group.rollouts.values())
-        num_tokens = sum(each.num_prompt_tokens + each.num_tokens for each in rollouts)
+        rows = (row for group in groups for row in group.sequences)
+        num_tokens = sum(each.num_prompt_tokens + each.num_tokens for each in rows)
         self._sizes.append(num_tokens)
         if not self._is_cold:
             self.learn(num_tokens, loop.time() - start_s)

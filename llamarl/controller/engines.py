@@ -87,6 +87,7 @@ class Engines:
             await self._record([group], {"outcome": "dropped", "reason": reason}, {row_id})
         await self.rollouts.leave_out(group)
         group.advantages = verdict.advantages
+        group.own_advantages = {**verdict.own_advantages}
         return None
 
     async def forward_backward(self, groups: Sequence[Group], oldest_version: int = 0) -> None:
@@ -160,10 +161,11 @@ class Engines:
         read after the run."""
         recorded = [group for group in groups if group.prompt.is_recorded]
         records = {
-            row_id: self.rules.make_record(group, row_id, outcome)
+            row.row_id: self.rules.make_record(group, row.row_id, outcome)
             for group in recorded
-            for row_id in row_ids.intersection(group.row_ids)
-            if row_id in group.rollouts and group.rollouts[row_id].num_tokens
+            for row_id in row_ids.intersection(group.rollouts)
+            for row in group.rollouts[row_id].sequences
+            if row.num_tokens
         }
         if records:
             await self.rollouts.record(records)

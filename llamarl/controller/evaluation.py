@@ -159,7 +159,7 @@ class Evaluator:
             await self.engines.gate.end(why)
 
     def _result(self, version: int, groups: Sequence[Group]) -> Evaluation | None:
-        rows = [rollout for group in groups for rollout in group.rollouts.values()]
+        rows = [row for group in groups for row in group.sequences]
         if num_lost := sum(row.finish_reason is FinishReason.ABORTED for row in rows):
             words = (
                 "version %d has no held-out accuracy, for generators were lost with %d of the %d "

@@ -399,7 +399,7 @@ class LibraryEngines(Engines):
         is_set = len(found) == len(group.row_ids) and all(map(isfinite, found))
         must = f"be {len(group.row_ids)} finite numbers, one per rollout (see settle)"
         require(is_set, f"advantages of {name}", must, found)
-        newest = max((span.version for r in group.rollouts.values() for span in r.spans), default=0)
+        newest = max((span.version for r in group.sequences for span in r.spans), default=0)
         if newest > self.version:
             must = f"be written by versions up to {self.version}, the trainer's"
             raise RuntimeError(f"{name} must {must}, got tokens of version {newest}")

@@ -30,6 +30,7 @@ from llamarl.core.records import (
     StageResult,
     StageStatus,
     TurnResult,
+    episode_of,
 )
 from llamarl.scoring.stages import GENERATE, GROUP, SCORE, External, Graph, Stage
 from llamarl.storage.archive import as_cell
@@ -161,7 +162,7 @@ class Rollouts:
 
     async def record(self, records: Mapping[int, object]) -> None:
         """Store the records of those of these rollouts that are open, before they are retired."""
-        found = {row_id: record for row_id, record in records.items() if row_id in self.open}
+        found = {i: record for i, record in records.items() if episode_of(i)[0] in self.open}
         if found:
             await self.storage.write([*found], {RECORD: [*map(as_cell, found.values())]})
 
@@ -245,7 +246,8 @@ class Rollouts:
 
     async def _pass_stages(self, group: Group, row_id: int) -> None:
         """Pass every stage once, as soon as the stages that it reads from are done with the
-        rollout."""
+        rollout. Those that write numbers per token get each conversation of an episode, others the
+        first."""
         is_evaluated = self.open[row_id].purpose is Purpose.EVALUATE
         left = [stage for stage in self._stages if not is_evaluated or stage.name == SCORE]
         asked: dict[asyncio.Future[None], str] = {}
@@ -266,20 +268,26 @@ class Rollouts:
         """Return a future that is done once `stage` is done with the rollout. At a stage that works
         per group, the rollouts of a group wait for each other."""
         if stage.per != GROUP:
-            return self._calls[stage.name].ask((group, (row_id,)))
+            return self._calls[stage.name].ask((group, _rows(stage, group, row_id)))
         key = stage.name, group.row_ids[0]
         meeting = self._meetings.setdefault(key, [])
         meeting.append(meeting[0] if meeting else asyncio.get_running_loop().create_future())
         if len(meeting) == len(group.row_ids):
             del self._meetings[key]
-            self._calls[stage.name].ask((group, group.row_ids), meeting[0])
+            rows = [i for each in group.row_ids for i in _rows(stage, group, each)]
+            self._calls[stage.name].ask((group, tuple(rows)), meeting[0])
         return meeting[0]
 
     async def _process(self, stage: Stage, executor: Processor, asked: list[Asked]) -> None:
         items: list[StageItem] = []
         for group, row_ids in asked:
-            if left := tuple(row_id for row_id in row_ids if row_id not in group.dropped):
-                items.append((left, group.prompt if PROMPT_RECORD in stage.reads else None))
+            left = tuple(i for i in row_ids if episode_of(i)[0] not in group.dropped)
+            prompt = group.prompt if PROMPT_RECORD in stage.reads else None
+            items += (
+                [(left, prompt)] * bool(left)
+                if stage.per == GROUP
+                else [((row_id,), prompt) for row_id in left]
+            )
         results = await executor.process(items) if items else []
         groups = {row_id: group for group, row_ids in asked for row_id in row_ids}
         for result in results:
@@ -313,14 +321,26 @@ class Rollouts:
         return stopped
 
 
+def _rows(stage: Stage, group: Group, row_id: int) -> tuple[int, ...]:
+    """Return the rows of a rollout that a stage gets: all conversations of an episode, or the
+    first. Of those that can be read after the run, the stage `score` stores the turns of each."""
+    rollout = group.rollouts.get(row_id)
+    is_shown = stage.name == SCORE and group.prompt.is_recorded
+    if rollout is None or not (is_shown or stage.is_per_token):
+        return (row_id,)
+    return tuple(each.row_id for each in rollout.sequences)
+
+
 def _learn(stage: Stage, group: Group, result: StageResult) -> None:
     """Add a stage's result to the group. A failed score drops nothing here: the group's filter
     handles it."""
-    row_id = result.row_id
+    row_id, conversation = episode_of(result.row_id)
     if stage.name == SCORE:
-        group.scores[row_id] = result
+        if not conversation:
+            group.scores[row_id] = result
         return
-    group.numbers.setdefault(row_id, {}).update(result.numbers)
+    if not conversation:
+        group.numbers.setdefault(row_id, {}).update(result.numbers)
     if result.reason or result.status is not StageStatus.OK:
         group.dropped.setdefault(row_id, result.reason or f"{stage.name}_failed")
         group.errors.setdefault(row_id, result.error)

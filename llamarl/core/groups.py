@@ -21,7 +21,8 @@ class Group:
     `group_id` counts admissions, so it is also the order of consumption. `step` is the trainer's
     version at which the group is used at the latest, as counted at its admission; it never falls
     from one group to the next. No rollout may start on a version below `min_version`. `advantages`
-    has one entry per row once the group is settled. `numbers` holds what the recipe's own stages
+    has one entry per row once the group is settled, `own_advantages` one for each row of a
+    conversation with a reward of its own. `numbers` holds what the recipe's own stages
     found for a row, by column, and `episodes` the numbers of its episode. A row in `dropped` is not
     trained on, for the reason there, and leaves `row_ids` when the group is settled; `errors` has
     the error of the stage that dropped it.
@@ -39,13 +40,22 @@ class Group:
     dropped: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     advantages: tuple[float, ...] = ()
+    own_advantages: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> list[RolloutInfo]:
+        """The rows that hold its rollouts, as far as these are written: one for each conversation
+        of an episode."""
+        return [row for rollout in self.rollouts.values() for row in rollout.sequences]
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The group is trained on, with one advantage per rollout."""
+    """The group is trained on, with one advantage per rollout, and those of conversations with a
+    reward of their own by row id."""
 
     advantages: tuple[float, ...]
+    own_advantages: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +88,12 @@ class ScoredGroup:
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRollout:
-    """One rollout as the trainer needs it: tokens older than `oldest_version` get zero weight.
+    """One rollout, or conversation of an episode, as the trainer needs it: tokens older than
+    `oldest_version` get zero weight.
 
-    `advantage` is the group-relative advantage, equal for all tokens of the rollout;
-    `num_generated` counts the response tokens that the model wrote. `is_kept` is its prompt's.
+    `advantage` is the group-relative advantage, equal for all tokens of the row; `num_generated`
+    counts the response tokens that the model wrote, `num_in_rollout` those of all rows of its
+    rollout; 0 if there are no others. `is_kept` is its prompt's.
     """
 
     row_id: int
@@ -92,6 +104,7 @@ class BatchRollout:
     advantage: float
     oldest_version: int
     is_kept: bool = False
+    num_in_rollout: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

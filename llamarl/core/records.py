@@ -141,6 +141,23 @@ TURNS = "turns"  # uint8, JSON: `episode.turns_of`, perhaps after an OPENING, of
 RECORD = "record"  # uint8, JSON: what the controller knows of a rollout (storage/archive.py)
 
 
+EPISODE_ROWS = 2**40
+"""Row ids of rollouts are below it. An episode of several conversations has a row for each: the
+first has the rollout's id, and conversation k that plus k times this."""
+
+
+def conversation_row(row_id: int, conversation: int) -> int:
+    """Return the row id of this conversation, from 0, of the episode `row_id`."""
+    return row_id + conversation * EPISODE_ROWS
+
+
+def episode_of(row_id: int) -> tuple[int, int]:
+    """Return the row id of the rollout that a row belongs to, and the conversation that the row
+    holds."""
+    conversation, row_id = divmod(row_id, EPISODE_ROWS)
+    return row_id, conversation
+
+
 class Purpose(StrEnum):
     """The purpose of a rollout, in the order in which they start. Only TRAIN rows are trained
     on."""
@@ -313,6 +330,7 @@ class EpisodeState(StrEnum):
     """The state of an episode after a turn."""
 
     GOES_ON = "goes_on"  # it has begun, or its turn was answered: the model writes
+    CLOSED = "closed"  # it goes on without this conversation
     DONE = "done"  # the environment, or the model, has ended it
     LIMIT = "limit"  # a limit has: of turns, or of the length of the response
     LOST = "lost"  # with the process of its environment, or its replica: it begins again
@@ -321,9 +339,10 @@ class EpisodeState(StrEnum):
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnItem:
-    """A request to an environment about a rollout: with a `prompt` to begin its episode, otherwise
-    to answer the turn of these `ids`, which the model ended itself unless it `is_cut` by a limit.
-    An observation may have up to `room` tokens."""
+    """A request to an environment about a rollout: with a `prompt` to begin its episode; with `ids`
+    to answer this turn of its `conversation`, which the model ended itself unless it `is_cut` by a
+    limit; without either to open that conversation, once the environment begins another one. What
+    the environment says may have up to `room` tokens."""
 
     row_id: int
     attempt: int
@@ -331,6 +350,12 @@ class TurnItem:
     ids: tuple[int, ...] = ()
     is_cut: bool = False
     room: int = 0
+    conversation: int = 0
+
+    @property
+    def opens(self) -> bool:
+        """Whether the answer is the prompt of a conversation."""
+        return not self.ids
 
 
 @light
@@ -339,9 +364,11 @@ class TurnResult:
     """An environment's answer to a turn. With a `status` that is not OK the episode has failed, as
     `error` says; with `ends_run` too many have failed, which ends the run.
 
-    `prompt_ids` replace the prompt's for this rollout if its environment has added to it.
+    `prompt_ids` replace the prompt's for this rollout if its environment has added to it, or begin
+    the conversation that was asked for; further conversations may follow if it `has_more`.
     `observation` are the tokens to go on from, `reward` is what the environment gives at the end,
-    and `rewards` are what the functions give that `reward.functions` names as environment.NAME.
+    and `rewards` are what the functions give that `reward.functions` names as environment.NAME;
+    `own_rewards` has those of single conversations, by their number, that differ from `reward`.
     `numbers` are the episode's so far, such as "turns" and "calls/search"; `environment` plays it.
     """
 
@@ -352,9 +379,11 @@ class TurnResult:
     error: str = ""
     ends_run: bool = False
     prompt_ids: tuple[int, ...] | None = None
+    has_more: bool = False
     observation: tuple[int, ...] = ()
     reward: float | None = None
     rewards: tuple[float, ...] = ()
+    own_rewards: tuple[tuple[int, float], ...] = ()
     numbers: dict[str, float] = field(default_factory=dict)
     environment: int | None = None
 
@@ -374,7 +403,8 @@ class TurnResult:
 class RolloutInfo:
     """The report to the controller of a rollout that stopped. `num_tokens` is the length of its
     response; `spans` cover the tokens of it that the model wrote, whose log-probs when they were
-    drawn add up to `logprob`. `episode` is that of a rollout with turns."""
+    drawn add up to `logprob`. `episode` is that of a rollout with turns; the rollout itself is its
+    first conversation, and `conversations` are the further ones in which the model wrote."""
 
     row_id: int
     num_prompt_tokens: int
@@ -384,6 +414,12 @@ class RolloutInfo:
     replica: int = 0
     logprob: float = 0.0
     episode: TurnResult | None = None
+    conversations: tuple[RolloutInfo, ...] = ()
+
+    @property
+    def sequences(self) -> tuple[RolloutInfo, ...]:
+        """The rows that hold the rollout: one for each conversation of an episode."""
+        return (self, *self.conversations)
 
     @property
     def num_generated(self) -> int:

@@ -316,6 +316,7 @@ class Decoding:
                 post=thread.post,
                 share=thread.share,
                 resume=self.resume,
+                abort=engine.abort_requests,
                 put=lambda item: output.put([item]),
                 call_soon=output.loop.call_soon_threadsafe,
                 fail=output.fail,

@@ -2,10 +2,15 @@
 
     open -> waits -> engine -> its turn ends: waits -> engine ... -> out, whole or cut
 
+An episode of several conversations waits in each of them, and for the next one, at once; each is a
+request of its own to the engine. Such an episode stays here until it ends, also where others are
+cut.
+
 Only rank 0 asks the environment. Each rank queues a command for the answer; rank 0 queues its own
 once it has the answer, and the ranks share its tokens in it."""
 
 import asyncio
+import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +20,7 @@ import numpy as np
 
 from llamarl.core.batcher import Gathering
 from llamarl.core.errors import cancel_all
-from llamarl.core.groups import last_turn
+from llamarl.core.groups import last_turn, turn_start
 from llamarl.core.records import (
     NO_VERSION,
     EpisodeState,
@@ -23,39 +28,63 @@ from llamarl.core.records import (
     Request,
     TurnItem,
     TurnResult,
+    conversation_row,
+    episode_of,
 )
 from llamarl.generator.protocol import PartialOutput, RequestOutput
 from llamarl.scoring.environment import Environments
+
+OVER, GOES_ON, CLOSED, HAS_MORE = range(4)  # what an answer says, as the ranks share it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
     """The services of a rank that episodes need: `post` a command to its compute thread, with a key
     that is the same on all ranks; there `share` rank 0's tokens, `resume` a rollout in the engine,
-    and `put` out one that has stopped; `call_soon` in the event loop; `fail` with an error."""
+    `abort` some there, and `put` out one that has stopped; `call_soon` in the event loop; `fail`
+    with an error."""
 
     number: int
     post: Callable[[Callable[[], None], object], None]
     share: Callable[[Sequence[int] | None], Sequence[int]]
     resume: Callable[[Request, PartialOutput], None]
+    abort: Callable[[Sequence[int]], None]
     put: Callable[[RequestOutput], None]
     call_soon: Callable[[Callable[[], None]], object]
     fail: Callable[[BaseException], None]
 
 
 @dataclass(slots=True, eq=False)
-class OpenEpisode:
-    """An episode on this rank. `num_asked` counts the questions to its environment, `num_resumed`
-    the times that the engine went on with it here, and `num_kept` those of these times at which its
-    keys and values were still there."""
+class OpenConversation:
+    """A conversation of an episode: its request to the engine, what it has written, and for what
+    `reason` it stopped last; None while it is in the engine, or waits for its first turn."""
 
     request: Request
     written: PartialOutput
+    reason: FinishReason | None = None
+    is_running: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class OpenEpisode:
+    """An episode on this rank. With `has_more` other conversations may begin. `num_asked` counts
+    the questions to its environment, `num_resumed` the times that the engine went on with it here,
+    and `num_kept` those of these times at which its keys and values were still there. `end` says
+    how it ended, while the engine still has some of it."""
+
+    request: Request
     environment: int
-    waits: bool = False
+    conversations: list[OpenConversation]
+    has_more: bool = False
     num_asked: int = 0
     num_resumed: int = 0
     num_kept: int = 0
+    end: tuple[FinishReason, TurnResult | None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine has some of it."""
+        return any(each.is_running for each in self.conversations)
 
 
 class EpisodePart:
@@ -89,40 +118,50 @@ class EpisodePart:
         """Begin an episode, or go on with one that was cut and has `written` so far."""
         own = self.environments.own
         environment = own if request.environment is None else request.environment
-        episode = self._open[request.row_id] = OpenEpisode(request, written, environment)
+        first = OpenConversation(request, written)
+        episode = self._open[request.row_id] = OpenEpisode(request, environment, [first])
         if request.resume:
-            episode.num_resumed += 1
-            self._rank.resume(request, written)
+            self._resume(episode, first)
         else:
-            begin = TurnItem(row_id=request.row_id, attempt=request.attempt, prompt=request.prompt)
-            self._wait(episode, begin)
+            self._wait_for_opening(episode, 0, request)
 
     def leave_engine(self, item: RequestOutput) -> None:
-        """Take an episode that has stopped in the engine: its turn has ended, or it was cut or
+        """Take a conversation that has stopped in the engine: its turn has ended, or it was cut or
         aborted."""
-        episode = self._open[item.request.row_id]
-        episode.written = written = item.written
+        row_id, number = episode_of(item.request.row_id)
+        episode = self._open[row_id]
+        conversation = episode.conversations[number]
+        conversation.is_running, conversation.reason = False, item.reason
+        conversation.written = written = item.written
         episode.num_kept += written.num_kept > 0
+        if episode.end is not None:
+            if not episode.is_running:
+                self._leave(episode)
+            return
+        if item.reason is FinishReason.SEGMENT and episode.has_more:
+            return self._resume(episode, conversation)
         if item.reason in (FinishReason.SEGMENT, FinishReason.ABORTED):
-            return self._leave(episode, item.reason)
-        request, num_tokens = episode.request, len(written.ids)
+            return self._end(episode, item.reason)
+        request, num_tokens = conversation.request, len(written.ids)
         num_left = request.sampling.max_tokens - num_tokens
         context = self.environments.context - len(request.prompt_ids) - num_tokens
         turn = TurnItem(
-            row_id=request.row_id,
+            row_id=row_id,
             attempt=request.attempt,
             ids=tuple(last_turn(written.ids, written.versions).tolist()),
             is_cut=item.reason is not FinishReason.STOP,
             room=min(num_left, context) - 1,
+            conversation=number,
         )
         self._wait(episode, turn)
 
     def abort(self, row_ids: Sequence[int]) -> None:
-        """Put out the waiting episodes among these rows; the engine aborts the others."""
+        """Put out the episodes among these rows, those that are in the engine as soon as it has
+        stopped them."""
         for row_id in row_ids:
             episode = self._open.get(row_id)
-            if episode is not None and episode.waits:
-                self._leave(episode, FinishReason.ABORTED)
+            if episode is not None and episode.end is None:
+                self._end(episode, FinishReason.ABORTED)
 
     def reset(self) -> None:
         """Close all episodes, and ignore the answers that come for them."""
@@ -143,8 +182,19 @@ class EpisodePart:
         if self._environments is not None:
             self._environments.close()
 
+    def _wait_for_opening(self, episode: OpenEpisode, number: int, begun: Request | None) -> None:
+        """Ask for the prompt of this conversation, of an episode that begins as it was `begun`, or
+        that goes on."""
+        question = TurnItem(
+            row_id=episode.request.row_id,
+            attempt=episode.request.attempt,
+            prompt=None if begun is None else begun.prompt,
+            room=self.environments.context - 1,
+            conversation=number,
+        )
+        self._wait(episode, question)
+
     def _wait(self, episode: OpenEpisode, turn: TurnItem) -> None:
-        episode.waits = True
         episode.num_asked += 1
         key = "turn", turn.row_id, turn.attempt, episode.num_asked
         if self._rank.number > 0:
@@ -164,38 +214,58 @@ class EpisodePart:
     async def _ask(self, episode: OpenEpisode, turn: TurnItem, key: object) -> None:
         try:
             asked = self.environments.answer(episode.environment, turn)
-            result = await self._gathering.join(asked)
+            # An answer that may take as long as a program likes holds up no other.
+            result = await (asked if episode.has_more else self._gathering.join(asked))
             self._rank.post(partial(self._answered, episode, turn, result), key)
         except Exception as error:  # noqa: BLE001 - raised where rollouts are collected
             self._rank.fail(error)
 
     def _answered(self, episode: OpenEpisode, turn: TurnItem, result: TurnResult | None) -> None:
         """Go on from the answer, which only rank 0 has, or put the episode out."""
-        begins, found = turn.prompt is not None, None
-        if result is not None:
-            ids = (result.prompt_ids or ()) if begins else result.observation
-            found = [int(result.goes_on), *ids]
-        goes_on, *tokens = self._rank.share(found)
-        if self._open.get(turn.row_id) is not episode or not episode.waits:
+        found = None if result is None else [_what(result), *_tokens(turn, result)]
+        what, *tokens = self._rank.share(found)
+        if self._open.get(turn.row_id) is not episode or episode.end is not None:
             return  # it was aborted meanwhile, and may have begun again
-        if not goes_on:
+        if what == OVER:
             is_done = result is not None and result.state is EpisodeState.DONE
-            reason = FinishReason.STOP if is_done else FinishReason.LENGTH
-            return self._leave(episode, reason, result)
-        episode.waits = False
-        if begins:
-            prompt_ids = tuple(tokens) or episode.request.prompt_ids
-            episode.request = replace(episode.request, prompt_ids=prompt_ids)
-        else:
-            episode.written = _with_observation(episode.written, tokens)
-            episode.request = replace(episode.request, resume=True)
-            episode.num_resumed += 1
-        self._rank.resume(episode.request, episode.written)
+            return self._end(episode, FinishReason.STOP if is_done else FinishReason.LENGTH, result)
+        if what == CLOSED:
+            return
+        if not turn.opens:
+            conversation = episode.conversations[turn.conversation]
+            conversation.written = _with_observation(conversation.written, tokens)
+            return self._resume(episode, conversation)
+        episode.has_more = what == HAS_MORE
+        request = _request(episode.request, turn.conversation, tokens)
+        conversation = OpenConversation(request, PartialOutput())
+        episode.conversations[turn.conversation :] = [conversation]
+        if turn.conversation == 0:
+            episode.request = request
+        conversation.is_running = True
+        self._rank.resume(request, conversation.written)
+        if episode.has_more:
+            self._wait_for_opening(episode, turn.conversation + 1, None)
 
-    def _leave(
+    def _resume(self, episode: OpenEpisode, conversation: OpenConversation) -> None:
+        conversation.request = replace(conversation.request, resume=True)
+        conversation.is_running, conversation.reason = True, None
+        episode.num_resumed += 1
+        self._rank.resume(conversation.request, conversation.written)
+
+    def _end(
         self, episode: OpenEpisode, reason: FinishReason, result: TurnResult | None = None
     ) -> None:
-        request = episode.request
+        """End the stay of an episode here, once the engine has nothing of it."""
+        episode.end = reason, result
+        running = [each.request.row_id for each in episode.conversations if each.is_running]
+        if running:
+            self._rank.abort(running)
+        else:
+            self._leave(episode)
+
+    def _leave(self, episode: OpenEpisode) -> None:
+        assert episode.end is not None
+        request, (reason, result) = episode.request, episode.end
         del self._open[request.row_id]
         if result is None:
             result = TurnResult(
@@ -205,9 +275,63 @@ class EpisodePart:
         result = replace(
             result, numbers=result.numbers | here, environment=episode.environment, observation=()
         )
-        self._rank.put(
-            RequestOutput(request=request, written=episode.written, reason=reason, episode=result)
-        )
+        outputs = [_output(each, reason) for each in episode.conversations]
+        first, further = outputs[0], tuple(each for each in outputs[1:] if len(each.written.ids))
+        # The first conversation may have been given up before the model wrote in it.
+        self._rank.put(replace(first, request=request, episode=result, conversations=further))
+
+
+def _what(result: TurnResult) -> int:
+    if result.state is EpisodeState.CLOSED:
+        return CLOSED
+    if not result.goes_on:
+        return OVER
+    return HAS_MORE if result.has_more else GOES_ON
+
+
+def _tokens(turn: TurnItem, result: TurnResult) -> Sequence[int]:
+    return (result.prompt_ids or ()) if turn.opens else result.observation
+
+
+def _request(request: Request, number: int, prompt_ids: Sequence[int]) -> Request:
+    """Return the request of this conversation of an episode: with the prompt that its environment
+    gave it, and a seed of its own."""
+    if number == 0:
+        return replace(request, prompt_ids=tuple(prompt_ids) or request.prompt_ids)
+    digest = hashlib.blake2b(f"{request.seed}/{number}".encode(), digest_size=8).digest()
+    return replace(
+        request,
+        row_id=conversation_row(request.row_id, number),
+        prompt_ids=tuple(prompt_ids),
+        seed=int.from_bytes(digest, "big") >> 11,  # float64 holds it exactly
+        resume=False,
+    )
+
+
+def _output(conversation: OpenConversation, end: FinishReason) -> RequestOutput:
+    """Return a conversation of an episode that ended in this way. If the environment, or the model,
+    has ended it, a turn that a limit cut, or that nobody waits for any more, still counts as
+    cut."""
+    is_cut = end is FinishReason.STOP and conversation.reason is not FinishReason.STOP
+    reason = FinishReason.LENGTH if is_cut else end
+    request, written = conversation.request, conversation.written
+    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        written = _without_last_observation(request, written)
+    return RequestOutput(request=request, written=written, reason=reason)
+
+
+def _without_last_observation(request: Request, written: PartialOutput) -> PartialOutput:
+    """Return the tokens up to the last one that the model wrote."""
+    end = turn_start(written.versions)
+    if end < len(written.ids) or not end:
+        return written
+    num_tokens = int(np.flatnonzero(written.versions != NO_VERSION)[-1]) + 1
+    return PartialOutput(
+        ids=written.ids[:num_tokens],
+        logprobs=written.logprobs[:num_tokens],
+        versions=written.versions[:num_tokens],
+        experts=written.experts[: len(request.prompt_ids) + num_tokens - 1],
+    )
 
 
 def _with_observation(written: PartialOutput, tokens: Sequence[int]) -> PartialOutput:

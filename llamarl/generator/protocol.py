@@ -3,6 +3,8 @@
 Every method is synchronous and, except `process_weights`, called from the compute thread between
 two steps."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,12 +36,13 @@ class PartialOutput:
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """A rollout that stopped, with everything written so far (earlier segments included), and the
-    result of its `episode`."""
+    result of its `episode`, whose further `conversations` are those in which the model wrote."""
 
     request: Request
     written: PartialOutput
     reason: FinishReason
     episode: TurnResult | None = None
+    conversations: tuple[RequestOutput, ...] = ()
 
 
 class Engine(Protocol):

@@ -61,21 +61,25 @@ STORE_S = 1.0
 
 async def read_written(
     storage: ColumnStore, requests: list[Request], recorded: Architecture | None = None
-) -> dict[int, PartialOutput]:
-    """Return the tokens that these resumed rollouts have so far, by row id, with the record of
-    their experts by the model of this architecture."""
+) -> dict[int, tuple[Request, PartialOutput]]:
+    """Return, by row id, these resumed rollouts, with the prompts that their environments gave
+    them, and the tokens that they have so far, with the record of their experts by the model of
+    this architecture."""
     row_ids = [request.row_id for request in requests]
-    names = [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS]
+    names = [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, PROMPT_IDS]
     more = [ROUTED_EXPERTS] * (recorded is not None)
     columns = await storage.read(row_ids, [*names, *more])
     found = {
-        row_id: PartialOutput(ids=ids, logprobs=logprobs, versions=versions)
-        for row_id, ids, logprobs, versions in zip(
-            row_ids, *(columns[name] for name in names), strict=True
+        request.row_id: (
+            replace(request, prompt_ids=tuple(prompt_ids.tolist())),
+            PartialOutput(ids=ids, logprobs=logprobs, versions=versions),
+        )
+        for request, ids, logprobs, versions, prompt_ids in zip(
+            requests, *(columns[name] for name in names), strict=True
         )
     }
     if recorded is not None:
-        for written, cell in zip(found.values(), columns[ROUTED_EXPERTS], strict=True):
+        for (_, written), cell in zip(found.values(), columns[ROUTED_EXPERTS], strict=True):
             written.experts = read_cell(cell, None, recorded)
     return found
 
@@ -87,9 +91,10 @@ async def write_finished(
     *,
     has_experts: bool = False,
 ) -> None:
-    """Store the columns of these rollouts, except of those that begin again; the record of their
-    experts if `has_experts`."""
-    kept = [item for item in finished if item.episode is None or not item.episode.is_lost]
+    """Store the columns of these rollouts and of their further conversations, except of those that
+    begin again; the record of their experts if `has_experts`."""
+    whole = [item for item in finished if item.episode is None or not item.episode.is_lost]
+    kept = [each for item in whole for each in (item, *item.conversations)]
     alike: dict[tuple[str, ...], list[RequestOutput]] = {}
     for item in kept:
         alike.setdefault(tuple(_rewards(item)), []).append(item)
@@ -127,6 +132,7 @@ def rollout_info(finished: RequestOutput, replica: int) -> RolloutInfo:
         replica=replica,
         logprob=float(finished.written.logprobs.sum(dtype=np.float64)),
         episode=finished.episode,
+        conversations=tuple(rollout_info(each, replica) for each in finished.conversations),
     )
 
 
@@ -235,7 +241,9 @@ class GeneratorWorker(
         written: dict[int, PartialOutput] = {}
         if resumed:
             reading = read_written(self._storage, resumed, self._recorded)
-            written = await self._storing.wait_for(reading)
+            found = await self._storing.wait_for(reading)
+            written = {row_id: before for row_id, (_, before) in found.items()}
+            requests = [found[r.row_id][0] if r.row_id in found else r for r in requests]
         key = ("submit", [(request.row_id, request.resume) for request in requests])
         await self._decoding.run(partial(self._decoding.submit, requests, written, session), key)
 

@@ -38,7 +38,7 @@ def result_of(group: Group, at_k: Sequence[int]) -> HeldOutResult:
         correct=correct,
         rewards=tuple(s.reward if s.status is StageStatus.OK else None for s in scores),
         answers=answers,
-        num_tokens=tuple(row.num_generated for row in rows),
+        num_tokens=tuple(sum(each.num_generated for each in row.sequences) for row in rows),
         is_truncated=tuple(row.finish_reason is FinishReason.LENGTH for row in rows),
         shares=shares,
         extra=tuple(score.extra for score in scores),

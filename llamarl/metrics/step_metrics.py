@@ -85,20 +85,21 @@ def step_scalars(
     since the last step, by reason; `dropped_rollouts` those that stages of the recipe's own dropped
     one by one. Rewards, accuracy and lengths are over trained and dropped groups together: groups
     with equal rewards are dropped, so the accuracy of the trained ones stays near a half, however
-    good the policy. `seconds`: `step` (since the last step ended), `publish`, `wait/<executor>` and
+    good the policy. Lengths and staleness are those of rows, one for each conversation of an
+    episode. `seconds`: `step` (since the last step ended), `publish`, `wait/<executor>` and
     `publish/<kind>` where known. `completions`: decoded text of the rows chosen by `sample_rows`,
     shown beside the answer in `answer_field` of the prompt's row. If there are several `sources` of
     prompts, each has numbers of its own."""
     finished = [*groups, *(group for members in dropped.values() for group in members)]
-    rows = [row for group in groups for row in group.rollouts.values()]
-    all_rows = [row for group in finished for row in group.rollouts.values()]
+    rows = [row for group in groups for row in group.sequences]
+    all_rows = [row for group in finished for row in group.sequences]
     lengths = [row.num_generated for row in all_rows]
     staleness = token_staleness(rows, stats.version - 1, oldest_version)
     is_older = [
-        any(s.version < oldest_version for r in g.rollouts.values() for s in r.spans)
-        for g in groups
+        any(s.version < oldest_version for r in g.sequences for s in r.spans) for g in groups
     ]
-    scalars: Scalars = {"rollouts/trained": len(rows), "groups/trained": len(groups)}
+    num_rollouts = sum(len(group.rollouts) for group in groups)
+    scalars: Scalars = {"rollouts/trained": num_rollouts, "groups/trained": len(groups)}
     scalars["groups/masked"] = sum(is_older)
     scores = [score for group in finished for score in group.scores.values()]
     rewards = np.array([score.reward for score in scores])
@@ -338,7 +339,7 @@ def explain(reason: str, group: Group) -> str:
     if errors:
         lines = errors[-1].strip().splitlines() or ["no message"]
         return f"{words} (the last error: {lines[-1]})"
-    cut = [row.finish_reason is FinishReason.LENGTH for row in group.rollouts.values()]
+    cut = [row.finish_reason is FinishReason.LENGTH for row in group.sequences]
     if 2 * sum(cut) > len(cut):
         words += f" ({sum(cut)} of the last one's {len(cut)} rollouts were cut at max_tokens)"
     return words
@@ -455,7 +456,7 @@ def source_scalars(
         scalars[f"{DROPPED}/{name}"] = num_dropped / len(groups)
         scores = [score for group in groups for score in group.scores.values()]
         rewards = [score.reward for score in scores if score.has_reward]
-        lengths = [row.num_generated for group in groups for row in group.rollouts.values()]
+        lengths = [row.num_generated for group in groups for row in group.sequences]
         for tag, values in ((REWARD, rewards), (LENGTH, lengths)):
             if values:
                 scalars[f"{tag}/{name}"] = sum(values) / len(values)

@@ -192,6 +192,11 @@ def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> Kind:
         why = where(error)
     if why:
         raise ValueError(f"{place} must be made without arguments, got {why}")
+    if isinstance(environment, AgentEnvironment):
+        if shared:
+            must = f"bring the tools of its program itself, without {TOOLS} beside it"
+            raise ValueError(f"{place} must {must}, got {shared[0]['function']['name']}")
+        return Kind((), has_instance=True, has_step=True, has_reward=True, is_agent=True)
     if not callable(getattr(environment, RESET, None)):
         raise ValueError(f"{place} must have a method {RESET}(**row), got none")
     methods = methods_of(environment)
@@ -207,7 +212,6 @@ def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> Kind:
         has_instance=True,
         has_step=is_stepped(environment),
         has_reward=is_stepped(environment) or callable(getattr(environment, REWARD, None)),
-        is_agent=isinstance(environment, AgentEnvironment),
     )
 
 

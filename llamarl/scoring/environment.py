@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,12 +33,14 @@ from llamarl.core.records import (
 from llamarl.metrics.span import Spans
 from llamarl.model.prompt_rules import make_prompt, messages_of
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
+from llamarl.scoring.agent.conversations import Conversations
 from llamarl.scoring.definition import Kind, Kinds, kind_of
 from llamarl.scoring.sandbox.containers import ProgramLimits
 from llamarl.scoring.stage_worker import FailureRate, WorkSpans
 from llamarl.scoring.turn_format import TurnFormat, TurnFormats, TurnText
 from llamarl.scoring.user_code.pool import Call, Failure, UserCode, WorkerPool
 
+MAX_CALLS = 65536  # of a process at once: each episode of an agent has one that waits
 RETRY_S = 0.1  # while the environment's executor is started again
 
 
@@ -180,6 +182,7 @@ class PlayedEpisode:
     pool: int
     format: TurnFormat
     channel: Channel | None = None
+    conversations: Conversations | None = None  # of an agent
     numbers: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
 
     def result(self, state: EpisodeState, **found: Any) -> TurnResult:
@@ -208,6 +211,7 @@ class EnvironmentWorker(Worker, Environment):
             timeout_s=spec.config.timeout_s,
             label="environment",
             keys="environment.",
+            max_calls=MAX_CALLS,
         )
         self._pools: list[WorkerPool[dict[str, Any]]] = [
             WorkerPool(code, 1, lambda _, answer: answer) for _ in range(spec.config.num_workers)
@@ -243,10 +247,14 @@ class EnvironmentWorker(Worker, Environment):
         if begins and known is not None:
             self._end(known)
         episode = known if known is not None and is_known else self._new(turn)
-        episode.channel = channel
-        with self._work.working(1):
+        episode.channel, agent = channel, episode.conversations
+        # Most of the time, the program of an agent waits for the model.
+        with self._work.working(1) if agent is None else nullcontext():
             try:
-                result = await (self._begin(episode) if begins else self._turn(episode, turn))
+                if agent is not None:
+                    result = await (agent.begin(turn) if begins else agent.answer(turn))
+                else:
+                    result = await (self._begin(episode) if begins else self._turn(episode, turn))
             except Failure as failure:
                 self._forget([episode])
                 if failure.is_lost:  # it begins again, any other one has ended
@@ -254,6 +262,8 @@ class EnvironmentWorker(Worker, Environment):
                 else:
                     told = {"status": failure.status, "error": failure.error}
                     result = episode.result(EpisodeState.DONE, **told)
+        if agent is not None and not (result.goes_on or result.state is EpisodeState.CLOSED):
+            self._end(episode)
         try:
             self._failures.add([result])
         except UserCodeError as error:
@@ -268,6 +278,8 @@ class EnvironmentWorker(Worker, Environment):
         """End the processes."""
         if self._server is not None:
             self._server.close()
+        for episode in [*self._episodes.values()]:
+            self._end(episode)
         await cancel_all(self._forgetting)
         for pool in self._pools:
             pool.close()
@@ -296,6 +308,8 @@ class EnvironmentWorker(Worker, Environment):
             task.add_done_callback(self._forgetting.discard)
 
     def _end(self, episode: PlayedEpisode) -> None:
+        if episode.conversations is not None:
+            episode.conversations.close()
         if self._episodes.get(episode.row_id) is episode:
             del self._episodes[episode.row_id]
             self._num_played[episode.pool] -= 1
@@ -306,6 +320,18 @@ class EnvironmentWorker(Worker, Environment):
         kind, form = self._spec.kinds[name], self._formats.of(name)
         pool = min(self._num_played, key=self._num_played.__getitem__)
         episode = PlayedEpisode(turn.row_id, turn.attempt, turn.prompt, kind, pool, form)
+        if kind.is_agent:
+            episode.conversations = Conversations(
+                turn.prompt,
+                self._formats,
+                form,
+                self._tokenizer,
+                self._spec.data,
+                self._config,
+                partial(self._ask, episode),
+                episode.result,
+                episode.numbers,
+            )
         self._episodes[turn.row_id] = episode
         self._num_played[pool] += 1
         return episode
@@ -389,11 +415,12 @@ class EnvironmentWorker(Worker, Environment):
         prompt = episode.prompt if method == "begin" else None
         call = Call(prompt, (method, [episode.row_id, *arguments]))
         (found,) = await self._pools[episode.pool].run([call])
-        episode.numbers["environment_s"] += time.monotonic() - start_s
         if isinstance(found, Failure):
             raise found
         if "unknown" in found:
             raise Failure(StageStatus.RAISED, "its process was lost", is_lost=True)
+        seconds = found.get("working_s", time.monotonic() - start_s)  # without waiting for turns
+        episode.numbers["environment_s"] += seconds
         if episode.numbers["environment_s"] > self._config.episode_timeout_s:
             must = f"take at most {self._config.episode_timeout_s:g} s in all"
             why = f"the calls of an episode must {must} (environment.episode_timeout_s)"

@@ -19,8 +19,9 @@ from typing import Any
 from llamarl.core.extensions import load_module
 from llamarl.core.groups import Opening, wrong_opening
 from llamarl.core.records import Prompt, StageStatus
-from llamarl.scoring import agent
 from llamarl.scoring.agent import AgentEnvironment
+from llamarl.scoring.agent.environment import runner as agent_runner
+from llamarl.scoring.agent.turns import TOO_LONG, Reply, invalid, too_long
 from llamarl.scoring.definition import (
     EPISODE,
     RESET,
@@ -36,6 +37,7 @@ from llamarl.scoring.sandbox.containers import ProgramLimits
 from llamarl.scoring.tool_calls import READY
 from llamarl.scoring.user_code.calls import (
     InvalidReturnError,
+    Overdue,
     Raised,
     Runner,
     checked_number,
@@ -89,6 +91,10 @@ class Episodes:
         kind = kind_of(prompt.fields, self._defined.makers)
         maker = self._defined.makers[kind]
         instance = self._free[kind].pop() if self._free[kind] else await self._runner.run(maker)
+        if isinstance(instance, AgentEnvironment):
+            await instance.start(prompt.fields)
+            self._playing[row_id] = Episode(kind, instance, {}, prompt)
+            return {"messages": None, "schemas": None}
         found = await self._runner.run(getattr(instance, RESET), **prompt.fields)
         is_opening = isinstance(found, Opening) and is_stepped(instance)
         if not (found is None or isinstance(found, str) or is_opening):
@@ -126,6 +132,37 @@ class Episodes:
             episode.messages += [_written(text, calls), *said]
         return {"messages": said, "calls": told}
 
+    async def wait(self, row_id: int, timeout_s: float) -> Answer:
+        """Return the next events of an agent's episode, as `AgentEnvironment.wait` does."""
+        if (agent := self._agent(row_id)) is None:
+            return UNKNOWN
+        return await agent.wait(timeout_s)
+
+    async def reply(self, row_id: int, conversation: int, reply: dict[str, Any]) -> Answer:
+        """Answer the request that waits in this conversation of an agent."""
+        if (agent := self._agent(row_id)) is None:
+            return UNKNOWN
+        agent.reply(conversation, Reply(**reply))
+        return {}
+
+    async def refuse(self, row_id: int, conversation: int, code: str, why: str) -> Answer:
+        """Refuse the request that waits in this conversation of an agent."""
+        if (agent := self._agent(row_id)) is None:
+            return UNKNOWN
+        agent.refuse(conversation, too_long(why) if code == TOO_LONG else invalid(why))
+        return {}
+
+    async def end(self, row_id: int, is_cut: bool) -> Answer:
+        """End an agent's episode, which a limit has cut or its program has ended, as `finish` does.
+        Returns "own_rewards" too, as [conversation, reward]."""
+        if (agent := self._agent(row_id)) is None:
+            return UNKNOWN
+        reward, own = await agent.get_reward(is_cut=is_cut)
+        episode = self._playing[row_id]
+        episode.reward, episode.messages = reward, [*next(iter(agent.conversations), [])]
+        found = await self.finish(row_id)
+        return found | {"own_rewards": [*own.items()]}
+
     async def finish(
         self, row_id: int, text: str | None = None, calls: Sequence[list[Any]] = ()
     ) -> Answer:
@@ -135,8 +172,10 @@ class Episodes:
         if episode is None:
             return UNKNOWN
         instance, read = episode.instance, self._defined.episode_reward
-        reward = episode.reward if is_stepped(instance) else None
-        if (get_reward := getattr(instance, REWARD, None)) is not None:
+        is_agent = isinstance(instance, AgentEnvironment)  # which has given its reward
+        reward = episode.reward if is_agent or is_stepped(instance) else None
+        get_reward = None if is_agent else getattr(instance, REWARD, None)
+        if get_reward is not None:
             reward = (reward or 0.0) + checked_number(await self._runner.run(get_reward), REWARD)
         if self._is_read and text is not None:
             episode.messages.append(_written(text, calls))
@@ -160,6 +199,12 @@ class Episodes:
             if episode is not None and isinstance(episode.instance, AgentEnvironment):
                 episode.instance.abandon()
         return {}
+
+    def _agent(self, row_id: int) -> AgentEnvironment | None:
+        """Return the agent that plays this rollout's episode, if this process plays it."""
+        episode = self._playing.get(row_id)
+        instance = None if episode is None else episode.instance
+        return instance if isinstance(instance, AgentEnvironment) else None
 
     async def _step(self, episode: Episode, text: str, calls: list[list[Any]]) -> list[Message]:
         """Return the messages with which the environment answers a turn."""
@@ -204,7 +249,7 @@ class Episodes:
     @property
     def is_spent(self) -> bool:
         """Whether too many threads were left behind."""
-        return self._runner.num_left + agent.runner.num_left >= MAX_LEFT
+        return self._runner.num_left + agent_runner.num_left >= MAX_LEFT
 
 
 def _text(value: Any) -> str:
@@ -242,6 +287,8 @@ def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
         try:
             found: Answer = await getattr(episodes, method)(*given)
             return found
+        except Overdue as error:
+            return {"status": StageStatus.HUNG, "error": str(error)}
         except InvalidReturnError as error:
             return {"status": StageStatus.INVALID, "error": f"what it returns must {error}"}
         except BaseException as error:  # noqa: BLE001 - user code may raise anything

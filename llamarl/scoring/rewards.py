@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamarl.core.config import RewardConfig
-from llamarl.core.config.inputs import LARGEST, OF_EPISODE
+from llamarl.core.config.inputs import ENVIRONMENT, LARGEST, OF_EPISODE
 from llamarl.core.extensions import FILE, TaskSource, find, load_module
 from llamarl.core.fields import require, require_choice
 from llamarl.core.records import FinishReason, Prompt, finish_reason
@@ -32,7 +32,6 @@ completion), or (prompt, completions) and returns one reward each; it may be a c
 TASK = "task"  # the recipe's own task.py
 OF_GROUP = "group"  # its function for all rollouts of a prompt at once
 OWN = {TASK: "reward", OF_GROUP: "group_reward"}  # the functions of task.py behind these names
-ENVIRONMENT = "environment"  # what the episode's environment gave
 ANSWER = "majority_answer"  # of a task.py, and what the stage gives beside the rewards
 NO_ANSWER = -1.0
 ZERO_BELOW = re.compile(r"/\s*0+(?![\d.])|frac\s*\{[^{}]*\}\s*\{\s*0+\s*\}")  # of a fraction

@@ -51,15 +51,15 @@ class ReadyItem:
 
 def ready_item(group: Group) -> ReadyItem:
     """Return a settled group as a trainer's sampler sees it."""
-    rollouts = group.rollouts.values()
+    rows = group.sequences
     return ReadyItem(
         item_id=group.group_id,
         group_id=group.group_id,
         group_size=len(group.row_ids),
         num_rollouts=len(group.row_ids),
-        num_prompt_tokens=sum(each.num_prompt_tokens for each in rollouts),
-        num_tokens=sum(each.num_tokens for each in rollouts),
-        oldest_version=min((span.version for each in rollouts for span in each.spans), default=0),
+        num_prompt_tokens=sum(each.num_prompt_tokens for each in rows),
+        num_tokens=sum(each.num_tokens for each in rows),
+        oldest_version=min((span.version for each in rows for span in each.spans), default=0),
         advantages=group.advantages,
     )
 

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from llamarl.core.extensions import TaskSource
 from llamarl.core.faces import ColumnStore, Processor, Worker
 from llamarl.core.groups import OPENING, last_turn, turns_of
 from llamarl.core.records import (
+    EPISODE_REWARDS,
     EXTRA,
     PROMPT_ID,
     PROMPT_IDS,
@@ -34,6 +36,7 @@ from llamarl.core.records import (
     StageStatus,
     TurnResult,
     WireList,
+    episode_of,
 )
 from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
@@ -152,6 +155,8 @@ TEXT_BYTES = 1 << 17  # of the further numbers of a rollout's rewards in an answ
 Cells = dict[str, np.ndarray]
 Found = list[str | Cells]
 """The results of a call, per rollout: the reason to drop it, or its cells by column."""
+SHOWN: Found = [{}]
+"""That of a conversation which the function does not get."""
 
 
 class StageWorker(Worker, Processor):
@@ -194,16 +199,26 @@ class StageWorker(Worker, Processor):
         self._work.start()
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
-        """Call the function for each item: a rollout, or a group. Returns one result per rollout,
-        in order. Raises UserCodeError if too many calls failed, see `FailureRate`."""
+        """Call the function for each item: a rollout, or a group. Returns one result per row, in
+        order. Of a further conversation of an episode that nothing is written for per token, only
+        the turns are stored. Raises UserCodeError if too many calls failed, see `FailureRate`."""
         with self._work.working(sum(len(rows) for rows, _ in items)):
             columns = await self._read(items)
-            found = await self._pool.run(self._make_calls(items, columns))
+            calls = self._make_calls(items, columns)
+            is_called = [
+                self._stage.is_per_token or not episode_of(rows[0])[1] for rows, _ in items
+            ]
+            called = iter(await self._pool.run([*compress(calls, is_called)]))
+            found: list[Found | Failure] = [next(called) if each else SHOWN for each in is_called]
             results: list[list[StageResult]] = []
             cells: dict[int, Cells] = {}
             for (rows, prompt), of_call in zip(items, found, strict=True):
                 each = [of_call] * len(rows) if isinstance(of_call, Failure) else of_call
-                results.append([*map(self._result, rows, each)])
+                is_shown = of_call is SHOWN
+                result_of = (
+                    (lambda row_id, _: StageResult(row_id=row_id)) if is_shown else self._result
+                )
+                results.append([*map(result_of, rows, each)])
                 for result, of_row in zip(results[-1], each, strict=True):
                     row_id, place = result.row_id, len(cells)
                     cells[row_id] = {name: np.array([n]) for name, n in result.numbers.items()}
@@ -213,7 +228,7 @@ class StageWorker(Worker, Processor):
                     if self._spec.reward is not None and prompt is not None:
                         cells[row_id] |= self._shown(prompt, columns, place)
             await self._write(cells)
-        self._failures.add([of_call[0] for of_call in results])
+        self._failures.add([of_call[0] for of_call in compress(results, is_called)])
         return WireList(result for of_call in results for result in of_call)
 
     async def close(self) -> None:
@@ -278,7 +293,14 @@ class StageWorker(Worker, Processor):
             names.add(PROMPT_IDS)
         if any(column.length not in (NUMBER, TEXT) for column in stage.writes):
             names.add(RESPONSE_IDS)  # how many entries a column has
-        return await self._storage.read(row_ids, sorted(names)) if names else {}
+        of_episode = names & {*self._spec.numbers, EPISODE_REWARDS}  # of its first row alone
+        columns: Columns = {}
+        if own := names - of_episode:
+            columns = await self._storage.read(row_ids, sorted(own))
+        if of_episode:
+            firsts = [episode_of(row_id)[0] for row_id in row_ids]
+            columns |= await self._storage.read(firsts, sorted(of_episode))
+        return columns
 
     def _make_calls(self, items: list[StageItem], columns: Columns) -> list[Call]:
         stage, row_ids = self._stage, [row_id for rows, _ in items for row_id in rows]

@@ -166,6 +166,12 @@ class Stage:
         return isinstance(self.run, External)
 
     @property
+    def is_per_token(self) -> bool:
+        """True if it writes a column with an entry per response token, so that each conversation of
+        an episode passes it. Its columns of one number are those of the first."""
+        return any(column.length == RESPONSE for column in self.writes)
+
+    @property
     def is_model(self) -> bool:
         """True if a frozen model runs it."""
         return isinstance(self.run, FrozenModel)

@@ -62,6 +62,8 @@ class TurnFormat:
         self._tokenizer, self.kind, self._config = tokenizer, kind, config
         self.family = _family(tokenizer, config.calls) if kind.schemas else ""
         """The family of its calls; empty if there are none."""
+        self.names = {schema["function"]["name"] for schema in kind.schemas}
+        """The names of the tools."""
         self._special = sorted(tokenizer.special_ids, key=len, reverse=True)
         ends = {*tokenizer.eos_token_ids}
         self._ends = [text for text in self._special if tokenizer.special_ids[text] in ends]

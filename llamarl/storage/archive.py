@@ -34,6 +34,7 @@ from llamarl.core.records import (
     Outcome,
     Prompt,
     StageStatus,
+    episode_of,
     finish_reason,
 )
 from llamarl.storage.columns import COLUMNS
@@ -61,7 +62,10 @@ def make_record(
     `prompts` or the file of its set in `held_out`, with its question in `prompt_field`, and its
     outcome. `rewards` has the result of each of the reward `functions`, None without one.
 
-    `step` is the step that trained it, or should have; for an evaluation, the version."""
+    `row_id` may be that of a further conversation of an episode: score and numbers are the
+    episode's, the advantage is its own. `step` is the step that trained it, or should have; for an
+    evaluation, the version."""
+    own_advantage, row_id = group.own_advantages.get(row_id), episode_of(row_id)[0]
     prompt, score = group.prompt, group.scores.get(row_id)
     parts, extra = ({}, {}) if score is None else (score.parts, score.extra)
     version = int(outcome["version"]) if "version" in outcome else group.step
@@ -80,7 +84,7 @@ def make_record(
         "rewards": {name: parts.get(name) for name in (*functions, *parts)},
         "correct": None if score is None or score.status is not StageStatus.OK else score.correct,
         "error": group.errors.get(row_id) or ("" if score is None else score.error),
-        "advantage": places.get(row_id),
+        "advantage": places.get(row_id) if own_advantage is None else own_advantage,
         "numbers": json.dumps(
             group.numbers.get(row_id, {}) | group.episodes.get(row_id, {}) | extra
         ),
@@ -179,6 +183,9 @@ def _line(row_id: int, row: Row, outcome: Outcome) -> dict[str, Any]:
         "reward": _number(cells[REWARD]) if REWARD in cells else None,
         "sampling": None,
     }
+    episode, conversation = episode_of(row_id)
+    if conversation:  # the first has the rollout's own id
+        line |= {"episode": episode, "conversation": conversation}
     if SAMPLING in cells:
         temperature, top_k, top_p, max_tokens, seed, _ = cells[SAMPLING].tolist()
         line["finish"] = str(finish_reason(cells[SAMPLING]))

@@ -14,7 +14,7 @@ import numpy as np
 from llamarl.cluster.sockets import Connection, Packet
 from llamarl.core.errors import ExecutorLost
 from llamarl.core.faces import ColumnStore, Storage
-from llamarl.core.records import Columns, Outcome, RolloutInfo
+from llamarl.core.records import EPISODE_ROWS, Columns, Outcome, RolloutInfo
 from llamarl.metrics.span import Spans
 from llamarl.storage.columns import CompressedColumns, PackedColumns, dtypes_of
 from llamarl.storage.wire import Message, ints, read_found, write_message
@@ -141,7 +141,8 @@ T = TypeVar("T")
 
 
 class Store:
-    """Spreads rows over storage units: row i lives in unit i mod their number.
+    """Spreads rows over storage units: rollout i lives in unit i mod their number, with all
+    conversations of an episode.
 
     It satisfies `faces.Storage`, and can be pickled if its units can. Writes through it are signed
     by `writer`."""
@@ -207,7 +208,7 @@ class Store:
         num_units = len(self._units)
         places: dict[int, list[int]] = {}
         for place, row_id in enumerate(row_ids):
-            places.setdefault(row_id % num_units, []).append(place)
+            places.setdefault(row_id % EPISODE_ROWS % num_units, []).append(place)
         if len(places) == 1:
             return [(self._units[unit], row_ids, range(len(row_ids))) for unit in places]
         shares = ((self._units[unit], some) for unit, some in places.items())

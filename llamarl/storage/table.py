@@ -21,12 +21,14 @@ from llamarl.core.errors import NotStored, RepeatedWarnings
 from llamarl.core.memory import Buffer, memory_file, read_all, write_all
 from llamarl.core.records import (
     CLIPPED,
+    EPISODE_ROWS,
     FINISH_CODES,
     LOSS_WEIGHTS,
     PROXIMAL_LOGPROBS,
     REF_LOGPROBS,
     TRAINER_LOGPROBS,
     FinishReason,
+    episode_of,
 )
 from llamarl.storage.columns import ALIGNMENT, COLUMNS, Cells, widths
 
@@ -317,6 +319,7 @@ class Table:
     def __init__(self, slabs: Slabs) -> None:
         self._slabs = slabs
         self._slots: dict[int, int] = {}  # by row id
+        self._conversations: dict[int, list[int]] = {}  # rows after an episode's first, by that
         self._free: list[int] = []
         self._dtypes = {name: np.dtype(column.dtype) for name, column in COLUMNS.items()}
         self._index = {name: index for index, name in enumerate(COLUMNS)}
@@ -397,9 +400,20 @@ class Table:
             for number, pattern in enumerate(patterns)
         ]
 
+    def with_conversations(self, row_ids: Sequence[int]) -> Sequence[int]:
+        """Return these rows and, after each, those of the further conversations of its episode."""
+        if not self._conversations:
+            return row_ids
+        return [i for row_id in row_ids for i in (row_id, *self._conversations.get(row_id, ()))]
+
     def retire(self, row_ids: Iterable[int]) -> None:
         """Free these rows, of which some may not be stored."""
-        slots = [self._slots.pop(row_id) for row_id in row_ids if row_id in self._slots]
+        row_ids = [row_id for row_id in row_ids if row_id in self._slots]
+        slots = [self._slots.pop(row_id) for row_id in row_ids]
+        for first in {episode_of(row_id)[0] for row_id in row_ids if row_id >= EPISODE_ROWS}:
+            left = [row_id for row_id in self._conversations.pop(first) if row_id in self._slots]
+            if left:
+                self._conversations[first] = left
         everything = np.arange(len(self._index))[:, None]
         self._is_partial[slots] = False
         self._forget(everything, np.array(slots, np.int64))
@@ -447,6 +461,8 @@ class Table:
             self._free += range(first + more - 1, first - 1, -1)
         for row_id in new:
             self._slots[row_id] = self._free.pop()
+            if row_id >= EPISODE_ROWS:
+                self._conversations.setdefault(episode_of(row_id)[0], []).append(row_id)
         return np.array([self._slots[row_id] for row_id in row_ids], np.int64)
 
     def _grow(self, columns: int = 0, slots: int = 0) -> None:

@@ -8,7 +8,7 @@ and a file comes into a row only by a write that is served here. A retired row's
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -130,8 +130,8 @@ class StorageWorker(Worker, Storage):
         ]
 
     async def retire(self, row_ids: list[int], outcome: Outcome) -> None:
-        """Archive these rows with `outcome` (its key "outcome" says what became of them), and free
-        them.
+        """Archive these rows, and those of further conversations of their episodes, with `outcome`
+        (its key "outcome" says what became of them), and free them.
 
         Rows that hold nothing, never written or retired before, leave no line. Raises OSError if
         the archive cannot be written."""
@@ -217,7 +217,7 @@ class StorageWorker(Worker, Storage):
         await self._spill.relieve()
         return {}, (), ()
 
-    def _rows(self, archive: Archive, row_ids: list[int]) -> dict[int, Row]:
+    def _rows(self, archive: Archive, row_ids: Sequence[int]) -> dict[int, Row]:
         """Return the cells that the archive needs of these rows."""
         found = {}
         for rows, names in self._table.groups(row_ids):
@@ -235,7 +235,8 @@ class StorageWorker(Worker, Storage):
     def _retire(self, row_ids: list[int], outcome: Outcome) -> None:
         if "outcome" not in outcome:
             raise ValueError(f'an outcome must have the key "outcome", got {sorted(outcome)}')
-        with self._spans.span("retire_rows", rows=len(row_ids)):
+        rows = self._table.with_conversations(row_ids)
+        with self._spans.span("retire_rows", rows=len(rows)):
             if self._archive is not None:
-                self._archive.append(self._rows(self._archive, row_ids), outcome)
-            self._table.retire(row_ids)
+                self._archive.append(self._rows(self._archive, rows), outcome)
+            self._table.retire(rows)

@@ -6,16 +6,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from llamarl.core.config import AlgorithmConfig
-from llamarl.core.config.inputs import LARGEST
+from llamarl.core.config.inputs import ENVIRONMENT, LARGEST
 from llamarl.core.errors import TaskError
 from llamarl.core.extensions import FILE
 from llamarl.core.fields import require_choice
 from llamarl.core.groups import REASON, Dropped, Group, Kept, ScoredGroup, Verdict
-from llamarl.core.records import REWARD
+from llamarl.core.records import REWARD, conversation_row
 
 Advantages = Callable[[Sequence[float]], Sequence[float]]
 """A function from the rewards of a group's rollouts, two or more and finite, to their
@@ -147,6 +148,9 @@ def filter_group(
     other rollouts would favour those that reward code happens to handle, so the whole group is
     dropped.
 
+    A conversation of an episode that has a reward of its own gets the advantage that the episode
+    would have with this reward in place of what its environment gives.
+
     `max_tokens` is the longest completion, which the overlong penalty counts back from; `functions`
     are the reward functions with their weights; `task` are the functions of task.py that the recipe
     names. Raises TaskError if one of them fails or returns an invalid value."""
@@ -154,35 +158,62 @@ def filter_group(
     if len(row_ids) < min(len(group.row_ids), LEAST_ROLLOUTS.get(config.advantage, 2)):
         return Dropped(Counter(group.dropped.values()).most_common(1)[0][0])
     rollouts = tuple(group.rollouts[row_id] for row_id in row_ids)
-    scores = tuple(group.scores[row_id] for row_id in row_ids)
-    whole = _weighted_rewards(group, row_ids, config)
-    summed = [sum([weight * values[i] for weight, values in whole]) for i in range(len(row_ids))]
+    summed = _summed(group, row_ids, config)
     if not all(abs(reward) <= LARGEST for reward in summed):  # NaN: none was given
         return Dropped(FAILED_REWARD)
-    columns = _weighted_rewards(group, row_ids, config, functions)
 
-    def advantages(penalties: Sequence[float]) -> tuple[float, ...]:
+    def advantages(group: Group, penalties: Sequence[float]) -> tuple[float, ...]:
         if config.advantage == GDPO:
+            columns = _weighted_rewards(group, row_ids, config, functions)
             return tuple(apart([*columns, (1.0, penalties)]))
-        rewards = tuple(reward + penalty for reward, penalty in zip(summed, penalties, strict=True))
-        return _advantages(rewards, config.advantage, task)
+        pairs = zip(_summed(group, row_ids, config), penalties, strict=True)
+        return _advantages(tuple(reward + penalty for reward, penalty in pairs), config, task)
 
     scored = ScoredGroup(
         prompt=group.prompt,
         rollouts=rollouts,
-        scores=scores,
+        scores=tuple(group.scores[row_id] for row_id in row_ids),
         rewards=tuple(summed),
-        advantages=advantages([0.0] * len(summed)),
+        advantages=advantages(group, [0.0] * len(summed)),
     )
+    own = {
+        conversation_row(row_id, number): (place, _with_reward(group, row_id, reward, functions))
+        for place, (row_id, rollout) in enumerate(zip(row_ids, rollouts, strict=True))
+        if rollout.episode is not None
+        for number, reward in rollout.episode.own_rewards
+    }
     for name in config.filters:
+        if name == EQUAL_REWARDS and own:
+            continue  # those of their conversations may differ
         reason = _drop_by_task(scored, task) if name == TASK else FILTERS[name](scored)
         if reason is not None:
             return Dropped(reason)
-    if not (most := config.overlong_penalty_tokens):
-        return Kept(scored.advantages)
+    most = config.overlong_penalty_tokens
     # Observations use the limit up too.
-    penalties = [overlong_penalty(each.num_tokens, max_tokens, most) for each in rollouts]
-    return Kept(advantages(penalties))
+    lengths = [max(row.num_tokens for row in rollout.sequences) for rollout in rollouts]
+    penalties = [overlong_penalty(length, max_tokens, most) for length in lengths]
+    found = {row: advantages(other, penalties)[place] for row, (place, other) in own.items()}
+    return Kept(advantages(group, penalties) if most else scored.advantages, found)
+
+
+def _with_reward(
+    group: Group, row_id: int, reward: float, functions: Sequence[tuple[str, float]]
+) -> Group:
+    """Return the group as if the environment had given this reward to the rollout."""
+    score, episode = group.scores[row_id], group.rollouts[row_id].episode
+    assert episode is not None
+    weight = sum(share for name, share in functions if name == ENVIRONMENT)
+    more = weight * (reward - (episode.reward or 0.0))
+    parts = score.parts | ({ENVIRONMENT: reward} if ENVIRONMENT in score.parts else {})
+    numbers = score.numbers | {REWARD: score.reward + more}
+    replaced = replace(score, parts=parts, numbers=numbers)
+    return replace(group, scores=group.scores | {row_id: replaced})
+
+
+def _summed(group: Group, row_ids: Sequence[int], config: AlgorithmConfig) -> list[float]:
+    """Return the weighted sum of each rollout's rewards."""
+    whole = _weighted_rewards(group, row_ids, config)
+    return [sum([weight * values[i] for weight, values in whole]) for i in range(len(row_ids))]
 
 
 def _weighted_rewards(
@@ -208,10 +239,10 @@ def _weighted_rewards(
 
 
 def _advantages(
-    rewards: Sequence[float], name: str, task: Mapping[str, Callable[..., Any]]
+    rewards: Sequence[float], config: AlgorithmConfig, task: Mapping[str, Callable[..., Any]]
 ) -> tuple[float, ...]:
-    if name != TASK:
-        return tuple(ADVANTAGES[name](rewards))
+    if config.advantage != TASK:
+        return tuple(ADVANTAGES[config.advantage](rewards))
     found = task["advantages"](rewards)
     is_sequence = isinstance(found, list | tuple) and len(found) == len(rewards)
     if not is_sequence or not all(isinstance(a, int | float) and math.isfinite(a) for a in found):

@@ -15,11 +15,13 @@ MAX_LOG_RATIO = 20.0  # nats; e^20 is beyond every bound, and far from float32's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The response tokens of whole rollouts, packed one after another (N tokens, R rollouts).
+    """The response tokens of whole rollouts, packed one after another (N tokens, R rollouts). Each
+    conversation of an episode counts as one here.
 
     `weights` is 1 for a trained token and 0 for one that is only context (an observation, too
     stale, truncated); a token of weight 0 has no part in the loss, its gradient or the metrics.
-    `rollout_lengths` counts the tokens that the model wrote, those of weight 0 included."""
+    `rollout_lengths` counts the tokens that the model wrote, those of weight 0 included, and those
+    of all conversations of an episode."""
 
     trainer_logprobs: Tensor  # float32 [N], log pi, with gradient
     generator_logprobs: Tensor  # float32 [N], log mu; 0 for an observation, which has none

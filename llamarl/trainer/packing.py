@@ -105,25 +105,30 @@ def make_batch(
     attention_cost: float = 0.0,
     scale: Callable[[Sequence[float]], Sequence[float]] = list,
 ) -> Batch:
-    """Return the rows of `groups` for trainer version `version`, packed onto ranks and
-    micro-batches.
+    """Return the rows of `groups`, one for each conversation of an episode, for trainer version
+    `version`, packed onto ranks and micro-batches.
 
     Tokens written by a version below `oldest_version` get zero loss weight. `attention_cost` is
     that of `pack`; `scale` is applied to the advantages of all groups together."""
-    members = [(group, row_id) for group in groups for row_id in group.row_ids]
-    advantages = scale([advantage for group in groups for advantage in group.advantages])
+    rollouts = [(group, group.rollouts[row_id]) for group in groups for row_id in group.row_ids]
+    advantages = [advantage for group in groups for advantage in group.advantages]
+    own = {i: advantage for group in groups for i, advantage in group.own_advantages.items()}
+    advantages = [*scale([*advantages, *own.values()])]
+    own = dict(zip(own, advantages[len(rollouts) :], strict=True))
     rows = tuple(
         BatchRollout(
-            row_id=row_id,
+            row_id=row.row_id,
             group_id=group.group_id,
-            num_prompt_tokens=group.rollouts[row_id].num_prompt_tokens,
-            num_tokens=group.rollouts[row_id].num_tokens,
-            num_generated=group.rollouts[row_id].num_generated,
-            advantage=advantage,
+            num_prompt_tokens=row.num_prompt_tokens,
+            num_tokens=row.num_tokens,
+            num_generated=row.num_generated,
+            advantage=own.get(row.row_id, advantage),
             oldest_version=oldest_version,
             is_kept=group.prompt.is_kept,
+            num_in_rollout=sum(each.num_generated for each in rollout.sequences),
         )
-        for (group, row_id), advantage in zip(members, advantages, strict=True)
+        for (group, rollout), advantage in zip(rollouts, advantages, strict=False)
+        for row in rollout.sequences
     )
     lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
     assignment = pack(lengths, num_ranks, tokens_per_micro_batch, attention_cost)

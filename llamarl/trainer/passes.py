@@ -280,11 +280,14 @@ class Passes:
         names += [name for name in (REF_LOGPROBS, PROXIMAL_LOGPROBS, WAY) if name in columns]
         lengths = [len(columns[TOKEN_VERSIONS][i]) for i in indices]
         advantages = np.array([rows[i].advantage for i in indices], np.float32)
+        pairs = zip(indices, num_written, strict=True)
+        in_rollout = (rows[i].num_in_rollout or num for i, num in pairs)
+        whole = np.fromiter(in_rollout, np.int64, len(indices))
         given = {
             "advantages": torch.from_numpy(np.repeat(advantages, lengths)),
             "weights": packed([self._weights(rows[i], columns, i) for i in indices]),
             "rollout_index": torch.from_numpy(np.repeat(np.arange(len(indices)), lengths)),
-            "rollout_lengths": torch.from_numpy(num_written),
+            "rollout_lengths": torch.from_numpy(whole),
         }
         return given, {name: packed([columns[name][i] for i in indices]) for name in names}
 

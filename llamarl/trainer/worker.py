@@ -35,6 +35,7 @@ from llamarl.core.records import (
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
     Columns,
+    episode_of,
 )
 from llamarl.metrics.span import Spans
 from llamarl.publish.comparison import Fingerprints
@@ -149,7 +150,8 @@ class PolicyStep:
         if not rows:
             raise RuntimeError("step must follow accumulate, got no batch")
         num_tokens = sum(row.num_generated for row in rows)
-        divisor = denominator(num_tokens, len(rows), spec.sampling.max_tokens, spec.algorithm)
+        num_rollouts = len({episode_of(row.row_id)[0] for row in rows})
+        divisor = denominator(num_tokens, num_rollouts, spec.sampling.max_tokens, spec.algorithm)
         lr = learning_rate(spec.config, self.version, spec.num_steps)
         with self._spans.span("publish", "wait", version=self.version):
             self.source.tensors.begin_step()
@@ -171,7 +173,7 @@ class PolicyStep:
         self.passes.routing = RoutingTotals()
         self._warn(scalars)
         scalars |= {"grad_norm": norm, "lr": lr}
-        scalars |= {"num_tokens": num_tokens, "num_rollouts": len(rows)}
+        scalars |= {"num_tokens": num_tokens, "num_rollouts": num_rollouts}
         scalars |= of_routers
         return StepStats(version=self.version, scalars=scalars, expert_loads=loads)
 

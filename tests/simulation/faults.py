@@ -288,7 +288,8 @@ class StoredRollouts(SimulatedRollouts):
         ]
 
     async def written(self, requests: list[Request]) -> dict[int, PartialOutput]:
-        return await read_written(self.storage, requests)
+        found = await read_written(self.storage, requests)
+        return {row_id: written for row_id, (_, written) in found.items()}
 
     async def add_rewards(self, scores: list[StageResult], writer: str) -> None:
         """The completions are read, as by reward code."""

@@ -152,6 +152,12 @@ class EnvironmentConfig(Section):
     max_turns: int = number(8, least=1, most=10_000)
     """Turns of the model in an episode. A call in the last one is not run: the rollout ends as at
     sampling.max_tokens."""
+    max_conversations: int = number(32, least=1, most=8192)
+    """Conversations that an agent may open in an episode. One more ends it, as at max_turns."""
+    max_tokens: int = number(0, least=0, most=10**9)
+    """Tokens that the model may write in an episode of an agent, over all its conversations, whose
+    responses may have sampling.max_tokens each. A request after that ends it, as at max_turns; 0
+    sets no such limit."""
     timeout_s: float = number(30.0, above=0, most=DAY_S)
     """Longest time for an environment's reset, for all calls of one turn, or for its reward. Beyond
     it the episode has failed."""
@@ -174,7 +180,8 @@ class EnvironmentConfig(Section):
         return bool(self.tools)
 
 
-OF_EPISODE = "environment."  # before the name of a function of episode_rewards
+ENVIRONMENT = "environment"  # the reward that an episode's environment gives
+OF_EPISODE = f"{ENVIRONMENT}."  # before the name of a function of episode_rewards
 LARGEST = 1e9
 """The largest absolute value of a reward: squares of gradients that it scales must not overflow
 float32."""
@@ -239,7 +246,7 @@ class RewardConfig(Section):
     @property
     def is_of_episode(self) -> bool:
         """Whether a function reads episodes, which a recipe without environments does not have."""
-        return "environment" in self.functions or bool(self.episode_rewards)
+        return ENVIRONMENT in self.functions or bool(self.episode_rewards)
 
     def check(self) -> None:
         is_once = len({*self.episode_rewards}) == len(self.episode_rewards)

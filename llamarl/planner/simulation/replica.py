@@ -9,7 +9,7 @@ fingerprints are equal if the version is."""
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -72,6 +72,7 @@ class SimulatedReplica(Layouts):
             post=lambda call, key: self._add_command(0.0, call, "turn"),
             share=lambda numbers: numbers or (),
             resume=self._resume,
+            abort=self._abort,
             put=self._put,
             call_soon=lambda call: asyncio.get_running_loop().call_soon(call),
             fail=self._fail,
@@ -152,13 +153,8 @@ class SimulatedReplica(Layouts):
         return [row for _, row in stopped]
 
     async def abort_requests(self, row_ids: list[int]) -> None:
-        wanted = set(row_ids)
         self._episodes.abort(row_ids)
-        for each in self._waiting.abort(wanted):
-            self._stop(each.request, each.written, FinishReason.ABORTED)
-        self._interrupt()
-        for slot in self._slots.remove(wanted):
-            self._stop(slot.request, self._written(slot), FinishReason.ABORTED)
+        self._abort(row_ids)
         await self._episodes.forget(row_ids)
 
     # WeightTarget and WeightSource
@@ -393,6 +389,14 @@ class SimulatedReplica(Layouts):
             self._episodes.leave_engine(item)
         else:
             self._put(item)
+
+    def _abort(self, row_ids: Sequence[int]) -> None:
+        wanted = set(row_ids)
+        for each in self._waiting.abort(wanted):
+            self._stop(each.request, each.written, FinishReason.ABORTED)
+        self._interrupt()
+        for slot in self._slots.remove(wanted):
+            self._stop(slot.request, self._written(slot), FinishReason.ABORTED)
 
     def _resume(self, request: Request, written: PartialOutput) -> None:
         self._waiting.add(QueuedRequest(request=request, written=written))

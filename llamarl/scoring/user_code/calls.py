@@ -96,6 +96,10 @@ class Raised(Exception):  # noqa: N818 - what user code has done
         return f"{name}: {text}" if text else name
 
 
+class Overdue(Exception):  # noqa: N818 - what user code has done
+    """A program of user code has worked for too long; the text is the stack where it was."""
+
+
 class Runner:
     """Runs functions in up to `max_threads` threads, and coroutines in tasks of their own. It
     belongs to one event loop at a time."""

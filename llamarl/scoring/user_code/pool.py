@@ -57,14 +57,16 @@ class UserCode:
     """The code that the processes of a pool run, and its name in messages.
 
     `service` is the module that they serve, whose `load` gets `setup` (`worker.py`). A call may
-    take `timeout_s`. `label` says whose code it is, such as "stage judge"; `keys` precedes the name
-    of a limit in messages, such as "reward."."""
+    take `timeout_s`; of coroutines, a process runs `max_calls` at once. `label` says whose code it
+    is, such as "stage judge"; `keys` precedes the name of a limit in messages, such as
+    "reward."."""
 
     service: str
     setup: dict[str, Any]
     timeout_s: float
     label: str
     keys: str
+    max_calls: int = MAX_COROUTINES
 
     def overdue(self, stack: str) -> str:
         """Return the error of a call that took too long, with the stack where it was."""
@@ -470,7 +472,7 @@ class _Worker(threading.Thread, Generic[T]):
         is_idle = not self._in_flight
         if self._again:
             return self._again.popleft() if is_idle else []
-        most = MAX_COROUTINES if self._runs_coroutines else CHUNK_CALLS
+        most = self._code.max_calls if self._runs_coroutines else CHUNK_CALLS
         if not is_idle and len(self._in_flight) > most - CHUNK_CALLS:
             return []
         try:

@@ -138,7 +138,7 @@ def _call_kernel(option: int, value: int) -> None:
 
 OWN_FRAMES = (  # of a stack, not shown
     *("llamarl/scoring/user_code/", "llamarl/scoring/stage_function.py"),
-    *("llamarl/scoring/rewards.py", "llamarl/scoring/episodes.py", "llamarl/scoring/agent.py"),
+    *("llamarl/scoring/rewards.py", "llamarl/scoring/episodes.py", "llamarl/scoring/agent/"),
     *("llamarl/core/extensions.py", "asyncio/tasks.py", "asyncio/base_events.py"),
     *("asyncio/events.py", "asyncio/runners.py", "<frozen runpy>"),
 )
