@@ -336,6 +336,10 @@ class EpisodeState(StrEnum):
     LOST = "lost"  # with the process of its environment, or its replica: it begins again
 
 
+EPISODE_LIMITS = "turns", "conversations", "tokens"
+"""The limits that may end the episode of an agent; its number "limited/turns" counts it."""
+
+
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnItem:

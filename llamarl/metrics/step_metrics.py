@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llamarl.core.groups import Group, StepStats
 from llamarl.core.records import (
+    EPISODE_LIMITS,
     EXTRA,
     FinishReason,
     RolloutInfo,
@@ -406,6 +407,10 @@ def episode_scalars(
         "episode/overlong_observations": sums["overlong"],
         "episode/restarts": sums["restarts"],
     }
+    if sums["conversations"]:
+        found["episode/conversations"] = sums["conversations"] / num_episodes
+        for limit in EPISODE_LIMITS:
+            found[f"episode/limited_{limit}"] = sums[f"limited/{limit}"]
     if sums["resumed"]:
         found["episode/kept_share"] = sums["kept"] / sums["resumed"]
     for name, num_calls in sorted(sums.items()):

@@ -12,7 +12,14 @@ from typing import Any
 
 from llamarl.core.config import DataConfig, EnvironmentConfig
 from llamarl.core.errors import mark_seen
-from llamarl.core.records import EpisodeState, Prompt, StageStatus, TurnItem, TurnResult
+from llamarl.core.records import (
+    EPISODE_LIMITS,
+    EpisodeState,
+    Prompt,
+    StageStatus,
+    TurnItem,
+    TurnResult,
+)
 from llamarl.model.prompt_rules import make_prompt
 from llamarl.model.tokenizer import Tokenizer
 from llamarl.scoring.agent.turns import TOO_LONG
@@ -22,7 +29,6 @@ from llamarl.scoring.user_code.pool import Failure
 Ask = Callable[..., Awaitable[dict[str, Any]]]
 """A call of a method of the episode's process, which raises Failure."""
 INVALID_REQUEST = "invalid_request"
-LIMITS = ("turns", "conversations", "tokens")  # that end an episode, as its numbers name them
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +163,7 @@ class Conversations:
             "schemas" in event and num_opened >= self._config.max_conversations,
             self._num_tokens >= (self._config.max_tokens or math.inf),
         )
-        return next((name for name, holds in zip(LIMITS, found, strict=True) if holds), "")
+        return next((name for name, holds in zip(EPISODE_LIMITS, found, strict=True) if holds), "")
 
     def _open(self, event: dict[str, Any]) -> None:
         """Open a conversation. Raises ValueError if the chat template refuses it, OverflowError if

@@ -1,0 +1,144 @@
+"""A program that talks to the model in a random tree of conversations, and writes down what it
+asked and what it was told."""
+
+import fcntl
+import itertools
+import json
+import os
+import random
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from llamarl.scoring.agent import AgentEnvironment
+from tests.e2e.agent_task import CALCULATOR, calculator
+
+LOG = "LLAMARL_TEST_LOG"  # the file to write to
+SEED = "LLAMARL_TEST_SEED"
+COUNT = itertools.count()
+
+
+def ask(url, messages, tools):
+    """The message, its usage and its id; None if the request is refused, with the code."""
+    body = json.dumps({"model": "any", "messages": messages, "tools": tools}).encode()
+    request = urllib.request.Request(f"{url}/chat/completions", body)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            found = json.load(response)
+    except urllib.error.HTTPError as error:
+        return None, json.load(error)["error"]["code"], ""
+    return found["choices"][0]["message"], found["usage"], found["id"]
+
+
+class Agent(AgentEnvironment):
+    def play(self, url, question, answer, **row):
+        self.rng = random.Random(f"{os.environ[SEED]} {question} {next(COUNT)}")
+        self.url, self.question = url, question
+        self.exchanges, self.lock = [], threading.Lock()
+        self.is_parallel = self.ends_early = False
+        for _ in range(self.rng.randint(2, 7)):
+            act = self.rng.choice(
+                (self.go_on, self.go_on, self.retry, self.edit, self.forge, self.compact, self.sub)
+                + (self.several,)
+            )
+            if not act():
+                break
+        if self.rng.random() < 0.2:  # nobody waits for what is asked now
+            self.ends_early = True
+            threading.Thread(target=self.exchange, args=(self.first(), ())).start()
+            self.rng.random()
+        reward = self.rng.random()
+        own = {}
+        if self.rng.random() < 0.5 and self.exchanges:
+            own[self.rng.choice(self.exchanges)["id"]] = self.rng.random()
+        found = {"reward": reward, "own": own, "exchanges": self.exchanges}
+        found |= {"is_parallel": self.is_parallel, "ends_early": self.ends_early}
+        with Path(os.environ[LOG]).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(json.dumps(found) + "\n")
+        return reward, own
+
+    def number(self):
+        return str(self.rng.randint(1, 99))
+
+    def first(self):
+        return [{"role": "user", "content": self.question}]
+
+    def exchange(self, messages, tools=(CALCULATOR,)):
+        """Ask once; False if no more can be asked."""
+        reply, usage, found = ask(self.url, messages, [*tools])
+        if reply is None:
+            return False
+        each = {"messages": messages, "tools": len(tools), "reply": reply, "id": found}
+        with self.lock:
+            self.exchanges.append(each | {"usage": usage})
+        return True
+
+    def told(self, reply):
+        """What follows a message of the model."""
+        calls = reply.get("tool_calls", ())
+        if not calls:
+            return [{"role": "user", "content": self.number()}]
+        try:
+            content = str(calculator(**json.loads(calls[0]["function"]["arguments"])))
+        except Exception:
+            content = "0"
+        return [{"role": "tool", "tool_call_id": call["id"], "content": content} for call in calls]
+
+    def pick(self):
+        return self.rng.choice(self.exchanges) if self.exchanges else None
+
+    def go_on(self):
+        """After the last exchange, or another one that may have been followed already."""
+        if not self.exchanges:
+            return self.exchange(self.first())
+        last = self.exchanges[-1] if self.rng.random() < 0.7 else self.pick()
+        more = [*last["messages"], last["reply"], *self.told(last["reply"])]
+        return self.exchange(more, (CALCULATOR,) * last["tools"])
+
+    def retry(self):
+        """The same request once more, as one that samples several answers."""
+        if (each := self.pick()) is None:
+            return self.go_on()
+        return self.exchange(each["messages"], (CALCULATOR,) * each["tools"])
+
+    def edit(self):
+        """What the model was told last is something else."""
+        if (each := self.pick()) is None:
+            return self.go_on()
+        changed = {"role": "user", "content": self.number()}
+        return self.exchange([*each["messages"][:-1], changed], (CALCULATOR,) * each["tools"])
+
+    def forge(self):
+        """The model is said to have written what it has not."""
+        if (each := self.pick()) is None:
+            return self.go_on()
+        forged = {"role": "assistant", "content": self.number()}
+        more = [*each["messages"], forged, {"role": "user", "content": self.number()}]
+        return self.exchange(more, (CALCULATOR,) * each["tools"])
+
+    def compact(self):
+        """The conversation in short."""
+        return self.exchange([{"role": "user", "content": f"{self.question} {self.number()}"}])
+
+    def sub(self):
+        """Another agent, with other tools."""
+        return self.exchange([{"role": "user", "content": self.number()}], ())
+
+    def several(self):
+        """Requests at the same time, some of them equal."""
+        self.is_parallel = True
+        requests = [self.first(), self.first(), [{"role": "user", "content": self.number()}]]
+        if (each := self.pick()) is not None:
+            more = [*each["messages"], each["reply"], *self.told(each["reply"])]
+            requests += [more, more] if each["tools"] else []
+        threads = [threading.Thread(target=self.exchange, args=(r,)) for r in requests]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return True
+
+
+environment = Agent
