@@ -372,7 +372,7 @@ class TurnResult:
     the conversation that was asked for; further conversations may follow if it `has_more`.
     `observation` are the tokens to go on from, `reward` is what the environment gives at the end,
     and `rewards` are what the functions give that `reward.functions` names as environment.NAME;
-    `own_rewards` has those of single conversations, by their number, that differ from `reward`.
+    `own_rewards` has those of single conversations, None for those that have none of their own.
     `numbers` are the episode's so far, such as "turns" and "calls/search"; `environment` plays it.
     """
 
@@ -387,7 +387,7 @@ class TurnResult:
     observation: tuple[int, ...] = ()
     reward: float | None = None
     rewards: tuple[float, ...] = ()
-    own_rewards: tuple[tuple[int, float], ...] = ()
+    own_rewards: tuple[float | None, ...] = ()
     numbers: dict[str, float] = field(default_factory=dict)
     environment: int | None = None
 

@@ -106,7 +106,7 @@ DESCRIPTIONS = {  # by tag, or by its first word and a slash
     "episode/conversations": "Mean conversations that an agent opened in an episode.",
     "episode/limited_turns": "Episodes of agents that environment.max_turns ended.",
     "episode/limited_conversations": "Those that environment.max_conversations ended.",
-    "episode/limited_tokens": "Those that environment.max_tokens ended.",
+    "episode/limited_tokens": "Those that environment.max_episode_tokens ended.",
     "episode/environment_s": "Seconds that an episode waited for its environment, on average.",
     "episode/observed_share": "Share of response tokens that are observations, without weight.",
     "episode/kept_share": "Share of turns whose replica still had the keys and values of the turns "

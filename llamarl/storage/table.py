@@ -408,7 +408,7 @@ class Table:
 
     def retire(self, row_ids: Iterable[int]) -> None:
         """Free these rows, of which some may not be stored."""
-        row_ids = [row_id for row_id in row_ids if row_id in self._slots]
+        row_ids = [row_id for row_id in dict.fromkeys(row_ids) if row_id in self._slots]
         slots = [self._slots.pop(row_id) for row_id in row_ids]
         for first in {episode_of(row_id)[0] for row_id in row_ids if row_id >= EPISODE_ROWS}:
             left = [row_id for row_id in self._conversations.pop(first) if row_id in self._slots]

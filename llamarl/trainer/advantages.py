@@ -180,7 +180,8 @@ def filter_group(
         conversation_row(row_id, number): (place, _with_reward(group, row_id, reward, functions))
         for place, (row_id, rollout) in enumerate(zip(row_ids, rollouts, strict=True))
         if rollout.episode is not None
-        for number, reward in rollout.episode.own_rewards
+        for number, reward in enumerate(rollout.episode.own_rewards)
+        if reward is not None
     }
     for name in config.filters:
         if name == EQUAL_REWARDS and own:

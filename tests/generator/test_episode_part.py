@@ -13,6 +13,7 @@ import numpy as np
 
 from llamarl.core.batcher import Gathering
 from llamarl.core.records import (
+    EPISODE_ROWS,
     NO_VERSION,
     EpisodeState,
     FinishReason,
@@ -22,6 +23,7 @@ from llamarl.core.records import (
     StageStatus,
     TurnItem,
     TurnResult,
+    episode_of,
 )
 from llamarl.generator.episodes import EpisodePart, Rank
 from llamarl.generator.protocol import PartialOutput, RequestOutput
@@ -34,7 +36,8 @@ ROUNDS = 60
 
 
 class Environment:
-    """faces.Environment whose answers come when `rng` says; it keeps what it was asked."""
+    """faces.Environment whose answers come when `rng` says; it keeps what it was asked. Episodes of
+    odd rows are an agent's, with several conversations."""
 
     name = "environment-0"
 
@@ -49,7 +52,11 @@ class Environment:
         answered = asyncio.get_running_loop().create_future()
         self.open[answered] = turn
         await answered
-        kind = self.rng.choice(["more", "more", "more", "done", "limit", "lost", "failed"])
+        is_agent = turn.row_id % 2 == 1
+        if is_agent and not turn.opens:
+            return self.follow(turn)
+        kinds = ["more", "more", "more", "done", "limit", "lost", "failed"]
+        kind = self.rng.choice(["more"] * 4 * is_agent + kinds)
         result = TurnResult(
             row_id=turn.row_id,
             attempt=turn.attempt,
@@ -61,9 +68,21 @@ class Environment:
             status=StageStatus.HUNG if kind == "failed" else StageStatus.OK,
             numbers={"turns": 1.0},
         )
+        if kind == "more" and is_agent:
+            return replace(result, prompt_ids=(5, 6, turn.conversation), has_more=True)
         if kind == "more" and turn.prompt is not None:
             return replace(result, prompt_ids=self.rng.choice([None, (5, 6, 7)]))
         return replace(result, observation=(9,) * self.rng.randint(1, 3) * (kind == "more"))
+
+    def follow(self, turn: TurnItem) -> TurnResult:
+        """What follows a turn in one of several conversations."""
+        goes_on = self.rng.random() < 0.7
+        return TurnResult(
+            row_id=turn.row_id,
+            attempt=turn.attempt,
+            state=EpisodeState.GOES_ON if goes_on else EpisodeState.CLOSED,
+            observation=(9,) * self.rng.randint(1, 3) * goes_on,
+        )
 
     async def forget(self, row_ids: Sequence[int]) -> None:
         self.forgotten += row_ids
@@ -86,6 +105,7 @@ class TwoRanks:
         self.commands: list[dict[object, Callable[[], None]]] = [{}, {}]
         self.shared: Sequence[int] = ()
         self.errors: list[BaseException] = []
+        self.aborting: list[list[int]] = [[], []]  # rows, of each rank
         waits = [Gathering(limit_s=rng.choice([0.0, 0.0, 0.001])) for _ in range(2)]
         self.parts = [EpisodePart(self._rank(n), reached[n], waits[n]) for n in range(2)]
 
@@ -109,6 +129,7 @@ class TwoRanks:
             post=post,
             share=share,
             resume=resume,
+            abort=self.aborting[number].extend,
             put=self.out[number].append,
             call_soon=self.called[number].append,
             fail=self.errors.append,
@@ -133,6 +154,7 @@ class TwoRanks:
             elif kind == "command":
                 for key in [k for k in self.commands[0] if k in self.commands[1]][:1]:
                     self.command(lambda n, key=key: self.commands[n].pop(key)())
+                    self.stop_aborted()
             for _ in range(6):
                 await asyncio.sleep(0)
 
@@ -146,12 +168,24 @@ class TwoRanks:
                 ids=np.concatenate([before.ids, added]),
                 logprobs=np.concatenate([before.logprobs, np.full(num_tokens, -0.5, np.float32)]),
                 versions=np.concatenate([before.versions, added]),
-                num_kept=num_kept,
+                num_kept=num_kept * request.resume,
             )
             item = RequestOutput(request=request, written=written, reason=reason)
             self.parts[number].leave_engine(item)
 
         self.command(stop)
+        self.stop_aborted()
+
+    def stop_aborted(self) -> None:
+        """The engine stops what was aborted, amid a turn or before its first token."""
+        first, second = self.aborting
+        assert first == second
+        rows = [row for row in first if row in self.engines[0]]
+        for row in (*first,):
+            first.remove(row)
+            second.remove(row)
+        for row in rows:
+            self.write(row, FinishReason.ABORTED, self.rng.randint(0, 2), 0)
 
 
 def request(row_id: int, attempt: int) -> Request:
@@ -180,18 +214,23 @@ async def play(rng: random.Random) -> None:
                 attempts[row_id] += 1
             opened[row_id] += 1
             ranks.command(lambda n, a=asked, w=written: ranks.parts[n].open(a, w))
-        elif kind == "stop" and row_id in engine:
+        elif kind == "stop" and (those := [r for r in engine if r % EPISODE_ROWS == row_id]):
             reason = rng.choice([FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH])
-            ranks.write(row_id, reason, rng.randint(1, 3), rng.choice([0, 4]))
+            ranks.write(rng.choice(those), reason, rng.randint(1, 3), rng.choice([0, 4]))
         elif kind == "cut" and row_id in engine:
+            num_out = len(ranks.out[0])
             ranks.write(row_id, FinishReason.SEGMENT, 1, 0)
-            resumable[row_id] = ranks.out[0][-1]
+            if row_id % 2:
+                assert row_id in engine, "an agent's episode stays"
+            else:
+                assert len(ranks.out[0]) == num_out + 1
+                resumable[row_id] = ranks.out[0][-1]
         elif kind == "abort":
-            is_waiting = is_open and row_id not in engine
+            is_running = any(r % EPISODE_ROWS == row_id for r in engine)
             ranks.command(lambda n, r=row_id: ranks.parts[n].abort([r]))
-            assert not is_waiting or ranks.out[0][-1].reason is FinishReason.ABORTED
-            if row_id in engine:
-                ranks.write(row_id, FinishReason.ABORTED, 0, 0)
+            assert not is_open or is_running or ranks.out[0][-1].reason is FinishReason.ABORTED
+            ranks.stop_aborted()
+            assert not any(r % EPISODE_ROWS == row_id for r in engine)
         await ranks.events()
         check(ranks)
     assert not ranks.errors, ranks.errors
@@ -205,18 +244,28 @@ def check(ranks: TwoRanks) -> None:
     assert first == second, "the ranks went on from different tokens"
     assert [o.request.row_id for o in ranks.out[0]] == [o.request.row_id for o in ranks.out[1]]
     for item in ranks.out[0]:
-        written, episode = item.written, item.episode
-        observed = written.versions == NO_VERSION
-        assert {*written.ids[observed].tolist()} <= {9}
-        assert {*written.ids[~observed].tolist()} <= {3}
-        assert not written.logprobs[observed].any()
-        assert (written.logprobs[~observed] == -0.5).all()
+        episode = item.episode
         assert episode is not None
         assert episode.attempt == item.request.attempt
-        assert episode.numbers["kept"] <= episode.numbers["resumed"] + 1
+        assert episode.numbers["kept"] <= episode.numbers["resumed"]
+        for number, each in enumerate((item, *item.conversations)):
+            written = each.written
+            observed = written.versions == NO_VERSION
+            assert {*written.ids[observed].tolist()} <= {9}
+            assert {*written.ids[~observed].tolist()} <= {3}
+            assert not written.logprobs[observed].any()
+            assert (written.logprobs[~observed] == -0.5).all()
+            if each.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert not observed[-1:].any(), "a turn follows each observation"
+            if number:
+                assert len(written.ids), "a conversation in which nothing was written is no row"
+                row_id, conversation = episode_of(each.request.row_id)
+                assert row_id == item.request.row_id
+                assert each.request.prompt_ids == (5, 6, conversation)
+                assert each.request.seed != item.request.seed
     for turn in ranks.environment.asked:
         assert set(turn.ids) <= {3}, "only what the model wrote"
-        assert (turn.prompt is None) == bool(turn.ids)
+        assert turn.row_id % 2 or (turn.prompt is None) == bool(turn.ids)
         assert turn.room < MAX_TOKENS
 
 

@@ -92,13 +92,19 @@ class Setting:
 
     async def begin(self, row: int, attempt: int = 0, **fields: Any) -> TurnResult:
         prompt = self.prompt(**fields)
-        return await self.link.answer(TurnItem(row_id=row, attempt=attempt, prompt=prompt))
+        item = TurnItem(row_id=row, attempt=attempt, prompt=prompt, room=400)
+        return await self.link.answer(item)
+
+    async def open(self, row: int, conversation: int, room: int = 400) -> TurnResult:
+        """The next conversation of an agent, or the end of its episode."""
+        item = TurnItem(row_id=row, attempt=0, conversation=conversation, room=room)
+        return await self.link.answer(item)
 
     async def turn(
-        self, row: int, text: str, attempt: int = 0, room: int = 400, is_cut: bool = False
+        self, row: int, text: str, attempt: int = 0, room: int = 400, **more: Any
     ) -> TurnResult:
         ids = tuple(self.tokenizer.encode(text, special=False))
-        turn = TurnItem(row_id=row, attempt=attempt, ids=ids, room=room, is_cut=is_cut)
+        turn = TurnItem(row_id=row, attempt=attempt, ids=ids, room=room, **more)
         return await self.link.answer(turn)
 
     async def begin_all(self, rows: Iterable[int], **fields: Any) -> list[TurnResult]:

@@ -7,25 +7,29 @@ import json
 import random
 import shutil
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llamarl.core.groups import Opening
 from llamarl.core.records import Prompt, StageStatus
 from llamarl.recipe.inputs import read_inputs
 from llamarl.scoring.agent import AgentEnvironment
+from llamarl.scoring.agent.turns import Reply, too_long
 from llamarl.scoring.definition import Kind, describe, find_defined, schemas_of
 from llamarl.scoring.episodes import Episodes, load
+from llamarl.scoring.user_code.calls import InvalidReturnError, Overdue
 from tests.places import TOOLS_RECIPE
 from tests.random_search import case, searched
 from tests.recipe.composing import compose_recipe
 from tests.scoring.test_episodes import prompt
 
+CLIENTS = ThreadPoolExecutor(64)
 USER = {"role": "user", "content": "How much is 2*3?"}
 TOOL = {"type": "function", "function": {"name": "multiply", "description": "", "parameters": {}}}
 
@@ -45,7 +49,7 @@ def post(url: str, body: object, repeat: int = 0) -> tuple[int, Any]:
 
 
 async def asked(url: str, body: object, repeat: int = 0) -> tuple[int, Any]:
-    return await asyncio.to_thread(post, url, body, repeat)
+    return await asyncio.get_running_loop().run_in_executor(CLIENTS, post, url, body, repeat)
 
 
 class Scripted(AgentEnvironment):
@@ -54,29 +58,37 @@ class Scripted(AgentEnvironment):
     def __init__(self) -> None:
         super().__init__()
         self.url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.end: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def play(self, url: str, **row: Any) -> float:
         self.url.set_result(url)
         return await self.end
 
 
-async def opened(*messages: Any, **more: Any) -> tuple[Scripted, str, asyncio.Task, Opening]:
-    """An episode whose first request waits for its reply."""
+async def started() -> tuple[Scripted, str]:
     agent = Scripted()
-    resetting = asyncio.create_task(agent.reset())
-    url = await agent.url
+    await agent.start({})
+    return agent, await agent.url
+
+
+async def event_of(agent: AgentEnvironment, timeout_s: float = 20.0) -> dict[str, Any]:
+    """The next thing that the program does."""
+    while not (found := (await agent.wait(timeout_s))["events"]):
+        pass
+    assert len(found) == 1
+    return found[0]
+
+
+async def opened(*messages: Any, **more: Any) -> tuple[Scripted, str, asyncio.Task, dict[str, Any]]:
+    """An episode whose first request waits for its reply, and the event of that request."""
+    agent, url = await started()
     first = asyncio.create_task(asked(url, {"messages": [*(messages or (USER,))], **more}))
-    return agent, url, first, await resetting
+    return agent, url, first, await event_of(agent)
 
 
-async def reply(agent: AgentEnvironment, text: str, *calls: tuple[str, dict]) -> asyncio.Task:
-    """Let the model say this; the task ends with what the program says next."""
-    functions = [{"function": {"name": name, "arguments": values}} for name, values in calls]
-    written = {"role": "assistant", "content": text, **({"tool_calls": functions} if calls else {})}
-    step = asyncio.create_task(agent.step([written]))
-    await asyncio.sleep(0)
-    return step
+def opening(*messages: Any, conversation: int = 0, schemas: Any = (), after: Any = None) -> Any:
+    found = {"messages": [*messages], "conversation": conversation}
+    return found | {"schemas": [*schemas], "after": after}
 
 
 def run(main: Any) -> None:
@@ -84,9 +96,10 @@ def run(main: Any) -> None:
 
 
 async def test_each_request_is_a_turn_and_its_new_messages_are_the_observation() -> None:
-    agent, url, first, opening = await opened(tools=[TOOL])
-    assert opening == Opening([USER], [TOOL])
-    step = await reply(agent, "I ask. ", ("multiply", {"a": 2, "b": 3}))
+    agent, url, first, event = await opened(tools=[TOOL])
+    assert event == opening(USER, schemas=[TOOL])
+    calls = [("multiply", {"a": 2, "b": 3})]
+    agent.reply(0, Reply("I ask. ", calls, num_prompt_tokens=7, num_tokens=3))
     status, found = await first
     (choice,) = found["choices"]
     assert (status, found["object"], choice["finish_reason"]) == (
@@ -94,33 +107,34 @@ async def test_each_request_is_a_turn_and_its_new_messages_are_the_observation()
         "chat.completion",
         "tool_calls",
     )
+    assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
     (call,) = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "multiply", "arguments": '{"a": 2, "b": 3}'}
     told = {"role": "tool", "tool_call_id": call["id"], "content": [{"text": "6"}]}
     more = [USER, {**choice["message"], "content": "I ask."}, told]
     second = asyncio.create_task(asked(url, {"messages": more, "tools": [TOOL]}))
-    (observed,) = await step
-    assert observed == {
-        "role": "tool",
-        "content": "6",
-        "name": "multiply",
-        "tool_call_id": call["id"],
-    }
-    step = await reply(agent, "It is 6.")
-    assert (await second)[1]["choices"][0]["message"] == {
-        "role": "assistant",
-        "content": "It is 6.",
-    }
+    observed = {"role": "tool", "content": "6", "name": "multiply", "tool_call_id": call["id"]}
+    assert await event_of(agent) == {"messages": [observed], "conversation": 0}
+    agent.reply(
+        0,
+        Reply(
+            "It is 6",  # written up to a limit
+            is_cut=True,
+        ),
+    )
+    (choice,) = (await second)[1]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "It is 6"}
+    assert choice["finish_reason"] == "length"
     agent.end.set_result(0.75)
-    assert await step is None
-    assert await agent.get_reward() == 0.75
+    assert await event_of(agent) == {"end": True}
+    assert await agent.get_reward(is_cut=False) == (0.75, {})
     assert (await asked(url, {"messages": [USER]}))[0] == 404
 
 
 async def test_a_stream_has_the_whole_message_in_one_event() -> None:
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
     agent, _, first, _ = await opened(tools=[TOOL], **streamed)
-    await reply(agent, "", ("multiply", {}))
+    agent.reply(0, Reply("", [("multiply", {})], num_prompt_tokens=7, num_tokens=3))
     status, text = await first
     *events, end, rest = text.split("\n\n")
     assert (status, end, rest) == (200, "data: [DONE]", "")
@@ -133,6 +147,7 @@ async def test_a_stream_has_the_whole_message_in_one_event() -> None:
         "tool_calls",
         [],
     ]
+    assert found[-1]["usage"]["total_tokens"] == 10
     agent.abandon()
 
 
@@ -182,39 +197,38 @@ REFUSED = [
 
 @pytest.mark.parametrize(("body", "message"), REFUSED)
 async def test_a_request_that_is_no_turn_is_refused_in_one_line(body: object, message: str) -> None:
-    agent = Scripted()
-    resetting = asyncio.create_task(agent.reset())
-    status, error = await asked(await agent.url, body)
+    agent, url = await started()
+    status, error = await asked(url, body)
     assert status == 400
     assert message in error["message"]
     assert "\n" not in error["message"]
-    assert not resetting.done(), "the program may ask again"
-    first = asyncio.create_task(asked(await agent.url, {"messages": [USER], "tools": [TOOL]}))
-    assert (await resetting).schemas == [TOOL]
+    first = asyncio.create_task(asked(url, {"messages": [USER], "tools": [TOOL]}))
+    assert (await event_of(agent))["schemas"] == [TOOL], "the program may ask again"
     agent.abandon()
     await first
 
 
 async def test_a_program_that_asks_for_nothing_is_named() -> None:
-    agent = Scripted()
+    agent, _ = await started()
     agent.end.set_result(0.0)
+    assert await event_of(agent) == {"end": True}
     with pytest.raises(RuntimeError, match="play must ask for at least one message"):
-        await agent.reset()
+        await agent.get_reward(is_cut=False)
 
 
-async def test_only_what_a_model_may_leave_out_of_its_turn_may_be_gone() -> None:
+async def test_what_a_model_may_leave_out_of_its_turn_may_be_gone() -> None:
     agent, url, first, _ = await opened()
-    step = await reply(agent, "<think>\nhm\n</think>\n\nSix. ")
+    agent.reply(0, Reply("<think>\nhm\n</think>\n\nSix. "))
     await first
     user = {"role": "user", "content": "Sure?"}
-    for said, is_refused in (("Seven.", True), ("", True), ("Six.", False)):
+    for number, said in enumerate(("Seven.", "", "Six.")):
         again = [USER, {"role": "assistant", "content": said}, user]
         asking = asyncio.create_task(asked(url, {"messages": again}))
-        if is_refused:
-            status, error = await asking
-            assert (status, error["code"]) == (400, "conversation_changed")
-            assert "message 1 of the conversation has changed" in error["message"]
-    assert await step == [user]
+        event = await event_of(agent)
+        if said == "Six.":
+            assert event == {"messages": [user], "conversation": 0}
+        else:
+            assert event == opening(*again, conversation=number + 1), "it is another turn"
     agent.abandon()
     assert (await asking)[1]["code"] == "context_length_exceeded"
 
@@ -231,9 +245,13 @@ async def test_a_program_is_told_of_a_limit_and_may_score_what_there_is(raises: 
                     raise OSError(found["message"])
             return 0.25
 
-    agent = Patient()
-    await agent.reset()
-    assert await agent.get_reward() == (0.0 if raises else 0.25)
+    for is_cut in (True, False):
+        agent = Patient()
+        await agent.start({})
+        await event_of(agent)
+        if not is_cut:
+            agent.refuse(0, too_long("9 tokens are left"))
+        assert await agent.get_reward(is_cut=is_cut) == (0.0 if raises else 0.25, {})
 
 
 async def test_what_a_program_raises_by_itself_is_no_reward() -> None:
@@ -245,12 +263,40 @@ async def test_what_a_program_raises_by_itself_is_no_reward() -> None:
             raise OSError("no disk")
 
     agent = Broken()
-    with pytest.raises(OSError, match="no disk"):
-        await agent.reset(fails_at=0)
-    await agent.reset(fails_at=2)
-    assert await agent.step([{"role": "assistant", "content": "x"}]) == [USER]
-    with pytest.raises(OSError, match="no disk"):
-        await agent.step([{"role": "assistant", "content": "x"}])
+    for fails_at in (0, 2):
+        await agent.start({"fails_at": fails_at})
+        for _ in range(fails_at):
+            await event_of(agent)
+            agent.reply(0, Reply("x"))
+        assert await event_of(agent) == {"end": True}
+        with pytest.raises(OSError, match="no disk"):
+            await agent.get_reward(is_cut=False)
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"chatcmpl-0000000000000000": 1.0}, "have ids of responses of its episode beside"),
+        ({"ID": "much"}, "be a finite number for play"),
+        ([0.5], "be rewards by ids of responses for play"),
+        ({"ID": 0.5}, ""),
+    ],
+)
+async def test_a_conversation_may_have_a_reward_of_its_own(own: Any, words: str) -> None:
+    agent, url, first, _ = await opened()
+    agent.reply(0, Reply("Six."))
+    await first
+    second = asyncio.create_task(asked(url, {"messages": [USER]}))
+    assert await event_of(agent) == opening(USER, conversation=1)
+    agent.reply(1, Reply("Seven."))
+    name = (await second)[1]["id"]
+    given = {name: own["ID"]} if "ID" in own else own
+    agent.end.set_result((0.25, given))
+    if words:
+        with pytest.raises(InvalidReturnError, match=words):
+            await agent.get_reward(is_cut=False)
+    else:
+        assert await agent.get_reward(is_cut=False) == (0.25, {1: 0.5})
 
 
 async def test_an_abandoned_episode_ends_its_program() -> None:
@@ -269,14 +315,29 @@ async def test_an_abandoned_episode_ends_its_program() -> None:
     episodes = Episodes(find_defined(type("Task", (), {"environment": Waiting})))  # type: ignore
     for number in (1, 2):
         prompt = Prompt(prompt_id=1, text="", token_ids=(1,), fields={"number": number})
-        found = await episodes.begin(prompt, number, [])
-        assert found == {"messages": [USER], "schemas": []}
+        assert await episodes.begin(prompt, number, []) == {"messages": None, "schemas": None}
+        assert (await episodes.wait(number, 20.0))["events"] == [opening(USER)]
     await episodes.forget([1])
-    await asyncio.sleep(0.05)
+    while not ended:
+        await asyncio.sleep(0.01)
     assert ended == [1]
-    answer = await episodes.take_turn(2, "Six.", [])
-    assert answer == {"messages": [], "calls": []}
-    assert await episodes.finish(2) == {"reward": 1.0}
+    await episodes.reply(2, 0, {"text": "Six."})
+    assert (await episodes.wait(2, 20.0))["events"] == [{"end": True}]
+    assert await episodes.end(2, False) == {"reward": 1.0, "own_rewards": []}
+
+
+async def test_only_the_time_in_which_a_program_works_counts_and_too_much_is_an_error() -> None:
+    agent, _, first, _ = await opened()
+    start_s = time.monotonic()
+    found = await agent.wait(0.4)  # the model has the request
+    assert found == {"events": [], "working_s": 0.0}
+    assert time.monotonic() - start_s >= 0.2
+    agent.reply(0, Reply("Six."))
+    await first
+    waiting = asyncio.ensure_future(event_of(agent, timeout_s=0.4))
+    with pytest.raises(Overdue, match="in play"):
+        await waiting
+    assert agent.end.cancelled()
 
 
 async def test_the_server_listens_on_the_loopback_interface_alone() -> None:
@@ -310,83 +371,110 @@ def test_a_system_message_beside_a_program_that_says_all_is_refused(tmp_path: Pa
 
 
 class Search:
-    """Random requests of one episode. The oracle is the conversation: a request is a turn if it is
-    that and more; it is answered again if the client repeats the last one; else it is refused, and
-    changes nothing."""
+    """Random requests of one episode, some at the same time. The oracle knows the texts of all
+    answered exchanges: a request follows the longest of them that it extends without a turn that
+    nobody wrote, in the conversation of which that is the last one, if there is one; else it opens
+    a conversation after it."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.said: list[dict[str, Any]] = [USER]
-        self.num_replies, self.is_asked = 0, True
+        self.exchanges: list[tuple[list[dict[str, Any]], int, int]] = []  # text, place
+        self.size: dict[int, int] = {}  # turns of each conversation
+        self.tips: set[int] = set()  # conversations that wait for the program
+        self.asking: dict[int, tuple[list[dict[str, Any]], asyncio.Task]] = {}
+        self.last: dict[int, tuple[list[dict[str, Any]], str]] = {}
 
     async def run(self) -> None:
-        self.agent, self.url, self.waiting, _ = await opened()
-        self.step: asyncio.Task = self.waiting
-        acts = (self.reply, self.repeat, self.go_on, self.change, self.again, self.cut)
+        self.agent, self.url = await started()
+        acts = (self.reply, self.reply, self.repeat, self.extend, self.extend, self.forge, self.new)
         for _ in range(self.rng.randint(10, 40)):
             await self.rng.choice(acts)()
         self.agent.abandon()
+        for _, task in self.asking.values():
+            assert (await task)[1]["code"] == "context_length_exceeded"
 
-    @property
-    def last_asked(self) -> list[dict[str, Any]]:
-        return self.said if self.is_asked else self.said[:-1]
+    def user(self) -> dict[str, Any]:
+        return {"role": "user", "content": self.rng.choice("abc")}
 
-    def new(self) -> dict[str, Any]:
-        role = self.rng.choice(("user", "system"))
-        return {"role": role, "content": f"more {self.rng.random()}"}
+    async def request(self, messages: list[dict[str, Any]]) -> None:
+        """Ask, and compare what the model gets with the oracle."""
+        task = asyncio.create_task(asked(self.url, {"messages": messages}))
+        event = await event_of(self.agent)
+        found = [each for each in self.exchanges if messages[: len(each[0])] == each[0]]
+        longest = max((len(text) for text, *_ in found), default=0)
+        is_own = not any(m["role"] == "assistant" for m in messages[longest:])
+        places = [(key, num) for text, key, num in found if len(text) == longest and is_own]
+        going = [key for key, num in places if key in self.tips and num == self.size[key]]
+        key = event["conversation"]
+        if going:
+            assert key in going
+            assert event == {"messages": messages[longest:], "conversation": key}
+            self.tips.discard(key)
+        else:
+            assert key not in self.size
+            self.size[key] = 0
+            after = event.pop("after")
+            assert tuple(after) in places if places else after is None
+            new = messages[longest if places else 0 :]
+            assert event == {"messages": new, "schemas": [], "conversation": key}
+        self.asking[key] = messages, task
 
     async def reply(self) -> None:
-        if not self.is_asked:
+        if not self.asking:
             return
-        self.num_replies += 1
-        self.step = await reply(self.agent, f"reply {self.num_replies}")
-        await self.expect_reply(self.waiting)
-        self.said.append({"role": "assistant", "content": f"reply {self.num_replies}"})
-        self.is_asked = False
+        key = self.rng.choice([*self.asking])
+        messages, task = self.asking.pop(key)
+        if self.rng.random() < 0.15:
+            self.agent.refuse(key, too_long("it is long"))
+            assert (await task)[1]["code"] == "context_length_exceeded"
+            if self.size[key]:
+                self.tips.add(key)
+            return
+        text = self.rng.choice("xy")
+        self.agent.reply(key, Reply(text))
+        status, found = await task
+        assert (status, found["choices"][0]["message"]["content"]) == (200, text)
+        self.size[key] += 1
+        self.tips.add(key)
+        said = [*messages, {"role": "assistant", "content": text}]
+        self.exchanges.append((said, key, self.size[key]))
+        self.last[key] = messages, text
 
     async def repeat(self) -> None:
-        asking = asyncio.create_task(asked(self.url, {"messages": self.last_asked}, repeat=1))
-        if not self.is_asked:
-            await self.expect_reply(asking)
-            return
-        await asyncio.sleep(0.01)
-        assert not asking.done()
-        self.waiting = asking
+        """A client that repeats a request gets the reply to it, once more or for the first time."""
+        if self.asking and self.rng.random() < 0.5:
+            key = self.rng.choice([*self.asking])
+            messages, _ = self.asking[key]
+            again = asyncio.create_task(asked(self.url, {"messages": messages}, repeat=1))
+            await asyncio.sleep(0.01)
+            if sum(each == messages for each, _ in self.asking.values()) == 1:
+                assert not again.done()
+                self.asking[key] = messages, again
+            else:
+                again.cancel()
+        elif (idle := [key for key in self.tips if key in self.last]) and not self.asking:
+            messages, _ = self.last[self.rng.choice(idle)]
+            texts = {text for m, text in self.last.values() if m == messages}
+            _, found = await asked(self.url, {"messages": messages}, repeat=2)
+            assert found["choices"][0]["message"]["content"] in texts
 
-    async def go_on(self) -> None:
-        new = self.new()
-        if self.is_asked:
-            await self.expect_refusal([*self.said, new])
-            return
-        self.said.append(new)
-        self.waiting = asyncio.create_task(asked(self.url, {"messages": self.said}))
-        assert await self.step == [new]
-        self.is_asked = True
+    async def extend(self) -> None:
+        if self.exchanges:
+            text, *_ = self.rng.choice(self.exchanges)
+            await self.request([*text, self.user()])
 
-    async def change(self) -> None:
-        request, place = [*self.said, self.new()], self.rng.randrange(len(self.said))
-        request[place] = {**request[place], "content": "other"}
-        await self.expect_refusal(request)
+    async def forge(self) -> None:
+        if self.exchanges:
+            text, *_ = self.rng.choice(self.exchanges)
+            forged = {"role": "assistant", "content": self.rng.choice("xyz")}
+            await self.request([*text[:-1], forged, self.user()])
 
-    async def again(self) -> None:
-        await self.expect_refusal(self.last_asked)
-
-    async def cut(self) -> None:
-        await self.expect_refusal([*self.said[: self.rng.randrange(len(self.said))], self.new()])
-
-    async def expect_reply(self, asking: asyncio.Task) -> None:
-        status, found = await asking
-        said = found["choices"][0]["message"]["content"]
-        assert (status, said) == (200, f"reply {self.num_replies}")
-
-    async def expect_refusal(self, request: list[dict[str, Any]]) -> None:
-        status, error = await asked(self.url, {"messages": request})
-        expected = (409, "busy") if self.is_asked else (400, "conversation_changed")
-        assert (status, error["code"]) == expected
+    async def new(self) -> None:
+        await self.request([self.user() for _ in range(self.rng.randint(1, 2))])
 
 
 @searched(20, 400)
-def test_any_order_of_requests_is_answered_as_a_plain_list_of_turns_says(
+def test_any_requests_in_any_order_find_their_place_among_the_conversations(
     seeds: Sequence[int],
 ) -> None:
     for seed in seeds:

@@ -175,4 +175,6 @@ async def test_programs_of_agents_that_never_end_are_counted_and_their_process_i
             await setting.begin(row := row + 1)
         begun = await setting.begin(row := row + 1)
         assert begun.state is EpisodeState.GOES_ON
-        assert (await setting.turn(row, "So.<|im_end|>")).reward == 1.0
+        ended = asyncio.create_task(setting.open(row, 1))
+        assert (await setting.turn(row, "So.<|im_end|>")).state is EpisodeState.CLOSED
+        assert (await ended).reward == 1.0

@@ -231,15 +231,17 @@ async def test_a_reward_beside_a_program_reads_the_whole_conversation() -> None:
     episodes = Episodes(find_defined(type("Task", (), own)))  # type: ignore[arg-type]
     for row, reward in ((1, 0.75), (2, 1.25)):
         await episodes.begin(Prompt(prompt_id=1, text="", token_ids=(1,)), row, [])
-        said = await episodes.take_turn(row, "6?", [])
-        assert said["messages"] == [{"role": "user", "content": "Sure?"}]
-        if row == 1:
-            assert await episodes.finish(row, "It is 6 be") == {"reward": reward}
-        else:
-            assert (await episodes.take_turn(row, "Yes.", []))["messages"] == []
-            assert await episodes.finish(row) == {"reward": reward}
-    asked_first = [("user", QUESTION[0]["content"]), ("assistant", "6?"), ("user", "Sure?")]
-    assert seen == [(Twice, [*asked_first, ("assistant", last)]) for last in ("It is 6 be", "Yes.")]
+        await episodes.wait(row, 20.0)
+        await episodes.reply(row, 0, {"text": "6?"})
+        (event,) = (await episodes.wait(row, 20.0))["events"]
+        assert event["messages"] == [{"role": "user", "content": "Sure?"}]
+        if row == 2:
+            await episodes.reply(row, 0, {"text": "Yes."})
+            assert (await episodes.wait(row, 20.0))["events"] == [{"end": True}]
+        found = await episodes.end(row, row == 1)
+        assert found == {"reward": reward, "own_rewards": []}
+    asked = [("user", QUESTION[0]["content"]), ("assistant", "6?"), ("user", "Sure?")]
+    assert seen == [(Twice, asked), (Twice, [*asked, ("assistant", "Yes.")])]
 
 
 @pytest.mark.parametrize(

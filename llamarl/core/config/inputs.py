@@ -154,7 +154,7 @@ class EnvironmentConfig(Section):
     sampling.max_tokens."""
     max_conversations: int = number(32, least=1, most=8192)
     """Conversations that an agent may open in an episode. One more ends it, as at max_turns."""
-    max_tokens: int = number(0, least=0, most=10**9)
+    max_episode_tokens: int = number(0, least=0, most=10**9)
     """Tokens that the model may write in an episode of an agent, over all its conversations, whose
     responses may have sampling.max_tokens each. A request after that ends it, as at max_turns; 0
     sets no such limit."""

@@ -161,7 +161,7 @@ class Conversations:
         found = (
             self._numbers["turns"] >= self._config.max_turns,
             "schemas" in event and num_opened >= self._config.max_conversations,
-            self._num_tokens >= (self._config.max_tokens or math.inf),
+            self._num_tokens >= (self._config.max_episode_tokens or math.inf),
         )
         return next((name for name, holds in zip(EPISODE_LIMITS, found, strict=True) if holds), "")
 
@@ -206,13 +206,12 @@ class Conversations:
     async def _over(self, state: EpisodeState) -> TurnResult:
         """Return the result of the episode, which ends in this state."""
         found = await self._ask("end", state is EpisodeState.LIMIT)
-        numbers = {each.key: number for number, each in enumerate(self._played)}
-        own = [(numbers[key], reward) for key, reward in found["own_rewards"] if key in numbers]
+        own = dict(found["own_rewards"])  # by key
         return self._result(
             state,
             reward=float(found["reward"]),
             rewards=tuple(map(float, found.get("rewards", ()))),
-            own_rewards=tuple(own),
+            own_rewards=tuple(own.get(each.key) for each in self._played) if own else (),
         )
 
     def _finish(self, end: TurnResult | Exception) -> None:

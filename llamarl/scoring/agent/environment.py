@@ -55,7 +55,7 @@ runner = Runner(MAX_THREADS, "agent")
 class Conversation:
     """A conversation as the program knows it: its `messages` so far, with those of the request that
     waits for its `reply`, of which `num_before` are older. `ends` has the number of messages after
-    each turn that the model wrote in it."""
+    each turn that the model wrote in it, and `last_reply` is the last of these."""
 
     key: int
     messages: list[Message]
@@ -63,6 +63,7 @@ class Conversation:
     reply: asyncio.Future[Reply]
     num_before: int = 0
     ends: list[int] = field(default_factory=list)
+    last_reply: asyncio.Future[Reply] | None = None
 
     @property
     def last_request(self) -> list[Message]:
@@ -157,18 +158,21 @@ class AgentEnvironment:
         conversation.messages.append(reply.message())
         conversation.ends.append(len(conversation.messages))
         self._keys[reply.reply_id] = key
-        self._settle(conversation)
+        self._settle()
         conversation.reply.set_result(reply)
+        conversation.last_reply = conversation.reply
 
     def refuse(self, key: int, error: Refused) -> None:
         """Refuse the request that waits in this conversation, which stays as it was before."""
         conversation = self._find(key)
         self._was_refused |= error.code == too_long("").code
-        del conversation.messages[conversation.num_before :]
-        if not conversation.ends:
-            self._conversations.remove(conversation)
-        self._settle(conversation)
         _refuse(conversation, error)
+        self._settle()
+        del conversation.messages[conversation.num_before :]
+        if conversation.last_reply is None:
+            self._conversations.remove(conversation)
+        else:
+            conversation.reply = conversation.last_reply
 
     async def get_reward(self, *, is_cut: bool) -> tuple[float, dict[int, float]]:
         """Return the program's reward, and those of single conversations by key. If a limit has cut
@@ -261,19 +265,20 @@ class AgentEnvironment:
         return found
 
     def _find_repeated(self, request: AgentRequest) -> Conversation | None:
-        """Return the conversation whose last request this is."""
-        same = (
+        """Return the conversation whose last request this is: rather one that waits for its reply,
+        and the newest of them."""
+        same = [
             each
             for each in reversed(self._conversations)
             if each.schemas == request.schemas and each.last_request == request.messages
-        )
-        return next(same, None)
+        ]
+        return min(same, key=lambda each: each.reply.done(), default=None)
 
     def _find(self, key: int) -> Conversation:
         return next(each for each in self._conversations if each.key == key)
 
-    def _settle(self, conversation: Conversation) -> None:
-        """Note that the model has answered a request of this conversation, or will not."""
+    def _settle(self) -> None:
+        """Note that the model has answered a request, or will not."""
         self._num_waiting -= 1
         if not self._num_waiting:
             self._since_s = time.monotonic()
