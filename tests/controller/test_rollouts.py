@@ -14,13 +14,18 @@ from llamarl.core.records import (
     EpisodeState,
     FinishReason,
     Purpose,
+    Request,
+    RolloutInfo,
     StageResult,
     StageStatus,
     TurnResult,
+    conversation_row,
 )
 from llamarl.scoring.stages import Graph, Stage, make_graph
 from llamarl.storage.archive import make_record
+from llamarl.storage.columns import Column
 from llamarl.trainer.losses.aipo import AIPOConfig
+from llamarl.trainer.losses.task_loss import TaskConfig
 from tests.fakes import RolloutSetting, good, group_of, nothing, request, stopped
 from tests.planner.planner_recipes import make_recipe
 from tests.random_search import case, searched
@@ -211,3 +216,32 @@ def test_the_record_of_a_dropped_rollout_says_why() -> None:
     raised, lost = (make_record(group, row_id, {"outcome": "dropped"}) for row_id in (0, 1))
     assert raised["error"] == "ZeroDivisionError"
     assert lost["error"] == "lost more than environment.max_restarts=0 times: its process was lost"
+
+
+def test_a_stage_that_writes_per_token_gets_each_conversation_and_others_the_first() -> None:
+    per_token = Stage("tokens", nothing, ["completion"], [Column("marks", "float32", "response")])
+    grouped = Stage(
+        "both", nothing, ["marks"], [Column("more", "float32", "response")], per="group"
+    )
+    number = Stage("judge", nothing, ["completion"], ["quality"])
+    algorithm = TaskConfig(reward_columns=["quality"], loss_columns=["more"])
+    setting = RolloutSetting(
+        make_graph(make_recipe(algorithm=algorithm), [per_token, grouped, number])
+    )
+    further = tuple(stopped(conversation_row(0, k), (0, 2)) for k in (1, 2))
+
+    def stop(each: Request) -> RolloutInfo:
+        found = stopped(each.row_id, (0, 3))
+        return replace(found, conversations=further) if each.row_id == 0 else found
+
+    setting.dispatch.stop = stop
+    group = group_of(0, 1)
+    setting.roll_out(group)
+    whole = sorted([0, 1, *(row.row_id for row in further)])
+    assert sorted(setting.stages["tokens"].rows) == whole
+    (items,) = setting.stages["both"].begun
+    assert sorted(items[0][0]) == whole
+    for name in ("judge", "score"):
+        assert sorted(setting.stages[name].rows) == [0, 1]
+    assert group.scores.keys() == {0, 1}
+    assert [row.row_id for row in group.sequences][1:3] == [row.row_id for row in further]

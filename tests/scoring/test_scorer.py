@@ -12,6 +12,7 @@ import pytest
 
 from llamarl.core.config import RewardConfig
 from llamarl.core.records import (
+    EPISODE_ROWS,
     FINISH_CODES,
     PROMPT_ID,
     PROMPT_IDS,
@@ -23,6 +24,7 @@ from llamarl.core.records import (
     FinishReason,
     Prompt,
     StageStatus,
+    conversation_row,
 )
 from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import load_tokenizer
@@ -257,3 +259,26 @@ def test_what_an_environment_showed_in_place_of_the_prompt_is_recorded(folder):
         None,
     ]
     assert turns == [[{"role": "assistant", "content": "7"}]] * 3
+
+
+def test_of_a_further_conversation_the_turns_are_stored_and_no_reward_is_asked_for(folder):
+    storage = WatchedStorage()
+    rows = [0, conversation_row(0, 1), 1]
+    for row_id in rows:
+        put(storage, folder, row_id, "7")
+        storage.put({row_id: {PROMPT_IDS: np.array(PROMPT.token_ids, np.int32)}})
+    (results,) = run_scorer(
+        folder,
+        storage,
+        RewardConfig(functions=["task"]),
+        [rows],
+        task_source=TASK,
+        prompt=replace(PROMPT, is_kept=True),
+        has_openings=True,
+    )
+    assert [result.row_id for result in results] == rows
+    assert [result.has_reward for result in results] == [True, False, True]
+    for row_id in rows:
+        turns = json.loads(bytes(storage.rows[row_id][TURNS]))
+        assert turns == [{"role": "assistant", "content": "7"}]
+        assert (REWARD in storage.rows[row_id]) == (row_id < EPISODE_ROWS)

@@ -28,6 +28,7 @@ from llamarl.core.records import (
     TRAINER_LOGPROBS,
     Columns,
     FinishReason,
+    conversation_row,
 )
 from llamarl.metrics.span import Spans
 from llamarl.storage.client import MESSAGE_BYTES, RecordingStore, Store
@@ -419,3 +420,25 @@ async def test_a_full_disk_is_one_clear_error(opened_storage, tmp_path: Path) ->
         assert not spilled.exists()
         assert not units[0]._slabs.by_number
         await units[0].close()
+
+
+async def test_with_an_episode_its_further_conversations_are_retired(
+    opened_storage, tmp_path: Path
+) -> None:
+    further = [conversation_row(5, k) for k in (1, 4)]
+    async with opened_storage(3, archive_folder=str(tmp_path)) as (units, store):
+        cells = rows([5, 7, 8, 6], 3)
+        await store.write([5, *further, 6], cells)
+        usages = [await unit.usage() for unit in units]
+        assert [usage["num_rows"] for usage in usages] == [1, 0, 3], "an episode is in one unit"
+        assert_same(await store.read(further[::-1], NAMES), rows([8, 7], 3))
+        await store.retire([5], {"outcome": "lost"})
+        await store.write([5, further[0]], rows([5, 7], 3))  # it begins again
+        await store.retire([6, 5], {"outcome": "trained"})
+        assert (await store.usage())["num_rows"] == 0
+    text = (tmp_path / "rollouts-2.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in text]
+    found = [(line["outcome"], line["row_id"], line.get("conversation")) for line in lines]
+    first = [("lost", 5, None), ("lost", further[0], 1), ("lost", further[1], 4)]
+    assert found == [*first, ("trained", 5, None), ("trained", further[0], 1)]
+    assert {line.get("episode", 5) for line in lines} == {5}

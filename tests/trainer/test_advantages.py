@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from llamarl.core.config import AlgorithmConfig
 from llamarl.core.groups import Dropped, Kept
-from llamarl.core.records import REWARD, StageResult, StageStatus
+from llamarl.core.records import (
+    REWARD,
+    EpisodeState,
+    StageResult,
+    StageStatus,
+    TurnResult,
+    conversation_row,
+)
 from llamarl.trainer.advantages import ADVANTAGES, filter_group, overlong_penalty
 from llamarl.trainer.losses.aipo import AIPOConfig
 from llamarl.trainer.losses.cispo import CISPOConfig
@@ -160,3 +167,43 @@ def test_equal_rewards_without_baseline_are_dropped_only_if_they_are_zero():
 def test_a_group_of_correct_rollouts_alone_is_dropped_as_solved(firsts, rewards, reason):
     verdict = decide(rewards, AIPOConfig(), firsts)
     assert verdict == (Dropped(reason) if reason else Kept((0.25, -0.25)))
+
+
+def test_a_conversation_with_a_reward_of_its_own_is_compared_as_its_episode_would_be() -> None:
+    own = (None, 0.0, 3.0)
+    episode = TurnResult(row_id=0, attempt=0, state=EpisodeState.DONE, reward=1.0, own_rewards=own)
+    rows = {i: stopped(i, (0, 4)) for i in range(3)}
+    rows[0] = replace(rows[0], episode=episode)
+    scores = {
+        i: StageResult(row_id=i, numbers={REWARD: 2 * r}, parts={"environment": r})
+        for i, r in enumerate([1.0, 0.0, 0.5])
+    }
+    group = group_of(*rows, rollouts=rows, scores=scores)
+    for config, others in (
+        (RLOOConfig(), lambda reward: 2 * reward - (0.0 + 1.0) / 2),
+        (GRPOConfig(), lambda reward: mean_std([2 * reward, 0.0, 1.0])[0]),
+        (AIPOConfig(), lambda reward: mean([2 * reward, 0.0, 1.0])[0]),
+        (AIPOConfig(advantage="gdpo"), lambda reward: 2 * mean_std([reward, 0.0, 0.5])[0]),
+    ):
+        functions = [("environment", 2.0)]
+        kept = filter_group(group, max_tokens=100, config=config, functions=functions)
+        assert isinstance(kept, Kept)
+        assert kept.advantages[0] == pytest.approx(others(1.0))
+        found = {conversation_row(0, 1): others(0.0), conversation_row(0, 2): others(3.0)}
+        assert kept.own_advantages == pytest.approx(found)
+    equal = {i: replace(score, numbers={REWARD: 2.0}) for i, score in scores.items()}
+    group = group_of(*rows, rollouts=rows, scores=equal)
+    functions = [("environment", 2.0)]
+    assert isinstance(
+        filter_group(group, max_tokens=9, config=AIPOConfig(), functions=functions), Kept
+    )
+
+
+def test_the_longest_conversation_of_an_episode_may_be_too_long() -> None:
+    further = tuple(stopped(conversation_row(0, k), (0, n)) for k, n in ((1, 95), (2, 20)))
+    rows = {0: replace(stopped(0, (0, 10)), conversations=further), 1: stopped(1, (0, 10))}
+    scores = {i: StageResult(row_id=i, numbers={REWARD: 1.0}) for i in rows}
+    group = group_of(*rows, rollouts=rows, scores=scores)
+    config = AIPOConfig(overlong_penalty_tokens=10, filters=[])
+    kept = filter_group(group, max_tokens=100, config=config)
+    assert kept == Kept((-0.25, 0.25)), "5 of 10 tokens, less the mean"

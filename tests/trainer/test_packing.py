@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,14 +17,14 @@ from hypothesis import strategies as st
 from llamarl.controller.batches import PartSize
 from llamarl.core.config import ClusterConfig, PlanConfig, TrainerConfig
 from llamarl.core.partition import partition, partition_in_equal_counts
-from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS
+from llamarl.core.records import PROMPT_IDS, RESPONSE_IDS, conversation_row
 from llamarl.model.architecture import read_architecture
 from llamarl.model.inventory import attention_cost
 from llamarl.planner.law import hardware_costs
 from llamarl.planner.simulation import clock
 from llamarl.trainer.loss_inputs import LossInputs
 from llamarl.trainer.losses.aipo import AIPOConfig
-from llamarl.trainer.packing import MiniBatches, pack
+from llamarl.trainer.packing import MiniBatches, make_batch, pack
 from llamarl.trainer.passes import micro_batch
 from llamarl.trainer.policy import learning_rate
 from llamarl.trainer.policy_loss import LossMetrics, policy_loss, statistics
@@ -380,3 +381,25 @@ def test_whole_batches_learn_nothing() -> None:
     batch = make(parts="batch")
     feed(batch, 10)
     assert [batch.least(missing) for missing in (64, 5)] == [(64, 0), (5, 0)]
+
+
+def test_each_conversation_is_a_row_with_its_episode_s_advantage_unless_it_has_its_own() -> None:
+    further = tuple(
+        stopped(conversation_row(0, k), (k, n), num_prompt_tokens=5) for k, n in ((1, 7), (2, 2))
+    )
+    rows = {0: replace(stopped(0, (0, 3)), conversations=further), 1: stopped(1, (0, 4))}
+    own = {conversation_row(0, 2): 0.5}
+    group = group_of(*rows, rollouts=rows, advantages=(1.0, -1.0), own_advantages=own)
+    batch = make_batch([group], 3, 1, num_ranks=1, tokens_per_micro_batch=100, scale=doubled)
+    found = [(row.row_id, row.num_tokens, row.num_in_rollout, row.advantage) for row in batch.rows]
+    assert found == [
+        (0, 3, 12, 2.0),
+        (conversation_row(0, 1), 7, 12, 2.0),
+        (conversation_row(0, 2), 2, 12, 1.0),
+        (1, 4, 4, -2.0),
+    ]
+    assert sorted(batch.assignment[0][0]) == [0, 1, 2, 3]
+
+
+def doubled(advantages: Sequence[float]) -> list[float]:
+    return [2 * advantage for advantage in advantages]
