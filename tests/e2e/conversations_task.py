@@ -48,7 +48,7 @@ class Agent(AgentEnvironment):
             self.ends_early = True
             threading.Thread(target=self.exchange, args=(self.first(), ())).start()
             self.rng.random()
-        reward = self.rng.random()
+        reward = random.SystemRandom().random()  # no other episode has it
         own = {}
         if self.rng.random() < 0.5 and self.exchanges:
             own[self.rng.choice(self.exchanges)["id"]] = self.rng.random()

@@ -17,6 +17,7 @@ from llamarl.core.records import (
     SAMPLING,
     TOKEN_VERSIONS,
     FinishReason,
+    conversation_row,
 )
 from llamarl.trainer.losses.aipo import AIPOConfig
 from tests.tiny_checkpoints import load, write_checkpoint
@@ -135,6 +136,43 @@ def laid_out(layout, config):
     other = LAYOUTS[layout]
     names = ("num_ranks", "tensor_parallel", "replicate", "reshard_after")
     return dataclasses.replace(config, **{name: getattr(other, name) for name in names})
+
+
+@pytest.mark.parametrize("normalization", ["tokens", "rollouts", "constant"])
+def test_an_episode_counts_as_one_rollout_however_many_conversations_it_has(
+    ranks, checkpoint, normalization
+):
+    """Rows 0 to 2 are one episode, 3 and 4 another; the oracle is a sum over single rows."""
+    cells, rows = make_rollouts(num_rows=7)
+    places = [(0, 0), (0, 1), (0, 2), (3, 0), (3, 2), (5, 0), (6, 0)]
+    whole = {
+        first: [r.num_tokens for r, at in zip(rows, places, strict=True) if at[0] == first]
+        for first, _ in places
+    }
+    lengths = {first: sum(counts) for first, counts in whole.items()}
+    algorithm = AIPOConfig(rho=2.0, normalization=normalization)
+    want = {}
+    for row, (first, _) in zip(rows, places, strict=True):
+        grads, _ = expected(checkpoint, cells, [row], algorithm)
+        share = lengths[first] if normalization == "rollouts" else 1
+        want = {name: want.get(name, 0) + grad / share for name, grad in grads.items()}
+    episodes = tuple(
+        dataclasses.replace(row, row_id=conversation_row(*at), num_in_rollout=lengths[at[0]])
+        for row, at in zip(rows, places, strict=True)
+    )
+    moved = {conversation_row(*at): cells[row.row_id] for row, at in zip(rows, places, strict=True)}
+    for num_ranks in (1, 2):
+        config = dataclasses.replace(SGD, num_ranks=num_ranks)
+        batch = make_batch(episodes, num_ranks, 40)
+        steps = job(checkpoint, moved, [[batch]], algorithm=algorithm, trainer=config)
+        seen = ranks(num_ranks).run(train, steps)
+        errors = relative_errors(seen[0]["gradients"][0], want)
+        assert max(errors.values()) <= 1e-5, errors
+        stats = seen[0]["stats"][0].scalars
+        assert stats["num_rollouts"] == 4
+        divisor = {"tokens": sum(lengths.values()), "rollouts": 4, "constant": 4 * 64}
+        norm = np.sqrt(sum(np.sum(g.astype("f8") ** 2) for g in want.values()))
+        assert stats["grad_norm"] == pytest.approx(norm / divisor[normalization], rel=1e-4)
 
 
 def test_checkpointing_changes_nothing_and_bfloat16_little_while_masters_stay_float32(
