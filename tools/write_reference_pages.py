@@ -3,24 +3,26 @@
     python tools/write_reference_pages.py
 
 The config reference comes from the config's dataclasses, the metrics from
-`llamarl/metrics/tensorboard.py`, the glossary from the docstring of `llamarl/core/records.py`.
+`llamarl/metrics/tensorboard.py`, the glossary from the docstrings of
+`llamarl/core/records.py` and `llamarl/core/groups.py`.
 tests/project/test_docs.py compares the pages with what this writes.
 """
 
 from __future__ import annotations
 
-import re
+import dataclasses
+import enum
+import inspect
 from json import dumps
 from pathlib import Path
 
-from llamarl.core import records
+from llamarl.core import groups, records
 from llamarl.metrics.tensorboard import DESCRIPTIONS, chart_tag
 from llamarl.recipe.composition import reference
 from llamarl.recipe.names_elsewhere import ELSEWHERE
 from llamarl.recipe.reference import Choice, Key
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-TERM = re.compile(r"^    (\S.*?)(?: {2,}(.*))?$")
 
 
 def main() -> None:
@@ -117,18 +119,19 @@ def metrics_page() -> str:
 
 
 def glossary_page() -> str:
-    entries = (records.__doc__ or "").partition("Glossary\n")[2]
-    rows: list[list[str]] = []
-    for line in entries.splitlines():
-        if found := TERM.match(line):
-            rows.append([found[1], found[2] or ""])
-        elif line.strip():
-            rows[-1][1] = f"{rows[-1][1]} {line.strip()}".strip()
+    rows = [
+        [f"**{name}**", " ".join((found.__doc__ or "").partition("\n\n")[0].split())]
+        for module in (records, groups)
+        for name, found in vars(module).items()
+        if inspect.isclass(found) and found.__module__ == module.__name__
+        if dataclasses.is_dataclass(found) or issubclass(found, enum.Enum)
+    ]
     return (
         "# Glossary\n\nOne word per thing, the same in code, config and metrics. Written by "
-        "`tools/write_reference_pages.py` from the docstring of "
-        "[records.py](../llamarl/core/records.py), where each record has its shapes and units.\n\n"
-        + table(["word", "meaning"], [[f"**{word}**", meaning] for word, meaning in rows])
+        "`tools/write_reference_pages.py` from the docstrings of "
+        "[records.py](../llamarl/core/records.py) and [groups.py](../llamarl/core/groups.py), "
+        "where each record has its shapes and units.\n\n"
+        + table(["word", "meaning"], sorted(rows))
         + "\n"
     )
 
