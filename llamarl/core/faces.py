@@ -159,6 +159,9 @@ class Environment(Protocol):
         """Begin an episode, or answer a turn of the model in one; calls overlap. An episode that is
         not known, in this attempt, is LOST; one that fails has failed for good."""
 
+    async def progress(self, turns: list[TurnItem]) -> None:
+        """Take pieces of turns that stream, while the model goes on with them."""
+
     async def forget(self, row_ids: Sequence[int]) -> None:
         """Drop these episodes, which do not go on."""
 

@@ -342,11 +342,26 @@ EPISODE_LIMITS = "turns", "conversations", "tokens"
 
 @light
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnOptions:
+    """The options of a single turn: the most tokens of it, 0 if its conversation alone limits it;
+    texts that end it; whether the environment is told what is written while it is written
+    (`streams`), and the log-probs at its end."""
+
+    max_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+    streams: bool = False
+    has_logprobs: bool = False
+
+
+@light
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnItem:
     """A request to an environment about a rollout: with a `prompt` to begin its episode; with `ids`
     to answer this turn of its `conversation`, which the model ended itself unless it `is_cut` by a
     limit; without either to open that conversation, once the environment begins another one. What
-    the environment says may have up to `room` tokens."""
+    the environment says may have up to `room` tokens. `logprobs` are those of the ids, if they were
+    asked for. The ids of a turn that streams are told before as well, in pieces: `start` is the
+    place in the response where the ids begin."""
 
     row_id: int
     attempt: int
@@ -355,6 +370,8 @@ class TurnItem:
     is_cut: bool = False
     room: int = 0
     conversation: int = 0
+    start: int = 0
+    logprobs: tuple[float, ...] = ()
 
     @property
     def opens(self) -> bool:
@@ -370,10 +387,11 @@ class TurnResult:
 
     `prompt_ids` replace the prompt's for this rollout if its environment has added to it, or begin
     the conversation that was asked for; further conversations may follow if it `has_more`.
-    `observation` are the tokens to go on from, `reward` is what the environment gives at the end,
-    and `rewards` are what the functions give that `reward.functions` names as environment.NAME;
-    `own_rewards` has those of single conversations, None for those that have none of their own.
-    `numbers` are the episode's so far, such as "turns" and "calls/search"; `environment` plays it.
+    `observation` are the tokens to go on from, and `options` are those of the turn that follows.
+    `reward` is what the environment gives at the end, and `rewards` are what the functions give
+    that `reward.functions` names as environment.NAME; `own_rewards` has those of single
+    conversations, None for those that have none of their own. `numbers` are the episode's so far,
+    such as "turns" and "calls/search"; `environment` plays it.
     """
 
     row_id: int
@@ -384,6 +402,7 @@ class TurnResult:
     ends_run: bool = False
     prompt_ids: tuple[int, ...] | None = None
     has_more: bool = False
+    options: TurnOptions | None = None
     observation: tuple[int, ...] = ()
     reward: float | None = None
     rewards: tuple[float, ...] = ()

@@ -358,6 +358,7 @@ class Decoding:
         for item in (each for each in finished if each.request.has_turns):
             self._turn_ends_ns[item.request.row_id] = time.monotonic_ns()
             self.episodes.leave_engine(item)
+        self.episodes.stream(engine.peek)
         return True
 
     def submit(

@@ -11,22 +11,25 @@ once it has the answer, and the ranks share its tokens in it."""
 
 import asyncio
 import hashlib
+import json
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from llamarl.core.batcher import Gathering
 from llamarl.core.errors import cancel_all
-from llamarl.core.groups import last_turn, turn_start
+from llamarl.core.groups import turn_start
 from llamarl.core.records import (
     NO_VERSION,
     EpisodeState,
     FinishReason,
     Request,
     TurnItem,
+    TurnOptions,
     TurnResult,
     conversation_row,
     episode_of,
@@ -35,6 +38,9 @@ from llamarl.generator.protocol import PartialOutput, RequestOutput
 from llamarl.scoring.environment import Environments
 
 OVER, GOES_ON, CLOSED, HAS_MORE = range(4)  # what an answer says, as the ranks share it
+STREAM_S = 0.1  # at least between two pieces of a turn that streams
+Told = tuple[int, TurnOptions, Sequence[int]]
+"""An answer, as the ranks share it: one of the above, the options of the next turn, tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +62,14 @@ class Rank:
 
 @dataclass(slots=True, eq=False)
 class OpenConversation:
-    """A conversation of an episode: its request to the engine, what it has written, and for what
-    `reason` it stopped last; None while it is in the engine, or waits for its first turn."""
+    """A conversation of an episode: its request to the engine, what it has written, the `options`
+    of the present turn, of which `num_told` tokens were streamed, and for what `reason` it stopped
+    last; None while it is in the engine, or waits for its first turn."""
 
     request: Request
     written: PartialOutput
+    options: TurnOptions = field(default_factory=TurnOptions)
+    num_told: int = 0
     reason: FinishReason | None = None
     is_running: bool = False
 
@@ -100,6 +109,8 @@ class EpisodePart:
         self._is_called = False  # the event loop will look there
         self._asking: set[asyncio.Task[None]] = set()  # of the event loop
         self._gathering = gathering or Gathering()
+        self._streaming: dict[int, tuple[OpenEpisode, OpenConversation]] = {}  # by row
+        self._streamed_s = 0.0  # when pieces were told last
 
     @property
     def environments(self) -> Environments:
@@ -142,18 +153,46 @@ class EpisodePart:
             return self._resume(episode, conversation)
         if item.reason in (FinishReason.SEGMENT, FinishReason.ABORTED):
             return self._end(episode, item.reason)
+        self._streaming.pop(item.request.row_id, None)
         request, num_tokens = conversation.request, len(written.ids)
-        num_left = request.sampling.max_tokens - num_tokens
+        num_left = episode.request.sampling.max_tokens - num_tokens
         context = self.environments.context - len(request.prompt_ids) - num_tokens
+        start = turn_start(written.versions)
+        logprobs = written.logprobs[start:].tolist() if conversation.options.has_logprobs else ()
         turn = TurnItem(
             row_id=row_id,
             attempt=request.attempt,
-            ids=tuple(last_turn(written.ids, written.versions).tolist()),
+            ids=tuple(written.ids[start:].tolist()),
             is_cut=item.reason is not FinishReason.STOP,
             room=min(num_left, context) - 1,
             conversation=number,
+            start=start,
+            logprobs=tuple(logprobs),
         )
         self._wait(episode, turn)
+
+    def stream(self, peek: Callable[[int], Sequence[int]]) -> None:
+        """Tell the environments what turns that stream have written since they were told last.
+        `peek` returns the ids of a turn that the engine writes, by row id."""
+        if not self._streaming or time.monotonic() < self._streamed_s + STREAM_S:
+            return
+        self._streamed_s = time.monotonic()
+        pieces: dict[int, list[TurnItem]] = {}  # by environment
+        for row_id, (episode, conversation) in self._streaming.items():
+            ids = peek(row_id)[conversation.num_told :]
+            if not ids:
+                continue
+            piece = TurnItem(
+                row_id=episode.request.row_id,
+                attempt=episode.request.attempt,
+                ids=tuple(ids),
+                conversation=episode_of(row_id)[1],
+                start=turn_start(conversation.written.versions) + conversation.num_told,
+            )
+            conversation.num_told += len(ids)
+            pieces.setdefault(episode.environment, []).append(piece)
+        if pieces:
+            self._rank.call_soon(partial(self._tell, pieces))
 
     def abort(self, row_ids: Sequence[int]) -> None:
         """Put out the episodes among these rows, those that are in the engine as soon as it has
@@ -166,6 +205,7 @@ class EpisodePart:
     def reset(self) -> None:
         """Close all episodes, and ignore the answers that come for them."""
         self._open.clear()
+        self._streaming.clear()
 
     async def forget(self, row_ids: Sequence[int]) -> None:
         """Tell the environments that these episodes do not go on."""
@@ -211,6 +251,12 @@ class EpisodePart:
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)
 
+    def _tell(self, pieces: dict[int, list[TurnItem]]) -> None:
+        for environment, turns in pieces.items():
+            task = asyncio.create_task(self.environments.progress(environment, turns))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
     async def _ask(self, episode: OpenEpisode, turn: TurnItem, key: object) -> None:
         try:
             asked = self.environments.answer(episode.environment, turn)
@@ -222,8 +268,8 @@ class EpisodePart:
 
     def _answered(self, episode: OpenEpisode, turn: TurnItem, result: TurnResult | None) -> None:
         """Go on from the answer, which only rank 0 has, or put the episode out."""
-        found = None if result is None else [_what(result), *_tokens(turn, result)]
-        what, *tokens = self._rank.share(found)
+        found = None if result is None else _packed(turn, result)
+        what, options, tokens = _unpacked(self._rank.share(found))
         if self._open.get(turn.row_id) is not episode or episode.end is not None:
             return  # it was aborted meanwhile, and may have begun again
         if what == OVER:
@@ -234,23 +280,38 @@ class EpisodePart:
         if not turn.opens:
             conversation = episode.conversations[turn.conversation]
             conversation.written = _with_observation(conversation.written, tokens)
+            conversation.options, conversation.num_told = options, 0
             return self._resume(episode, conversation)
         episode.has_more = what == HAS_MORE
         request = _request(episode.request, turn.conversation, tokens)
-        conversation = OpenConversation(request, PartialOutput())
+        conversation = OpenConversation(request, PartialOutput(), options)
         episode.conversations[turn.conversation :] = [conversation]
         if turn.conversation == 0:
             episode.request = request
-        conversation.is_running = True
-        self._rank.resume(request, conversation.written)
+        self._run(episode, conversation)
         if episode.has_more:
             self._wait_for_opening(episode, turn.conversation + 1, None)
 
     def _resume(self, episode: OpenEpisode, conversation: OpenConversation) -> None:
         conversation.request = replace(conversation.request, resume=True)
-        conversation.is_running, conversation.reason = True, None
         episode.num_resumed += 1
-        self._rank.resume(conversation.request, conversation.written)
+        self._run(episode, conversation)
+
+    def _run(self, episode: OpenEpisode, conversation: OpenConversation) -> None:
+        """Let the engine write the next turn of a conversation, or the rest of one."""
+        options, num_before = conversation.options, turn_start(conversation.written.versions)
+        request, sampling = conversation.request, episode.request.sampling
+        if options.max_tokens:
+            most = min(sampling.max_tokens, num_before + options.max_tokens)
+            sampling = replace(sampling, max_tokens=most)
+        if options.stop_strings:
+            stop_strings = (*sampling.stop_strings, *options.stop_strings)
+            sampling = replace(sampling, stop_strings=stop_strings)
+        conversation.request = request = replace(request, sampling=sampling)
+        conversation.is_running, conversation.reason = True, None
+        if options.streams and self._rank.number == 0:
+            self._streaming[request.row_id] = episode, conversation
+        self._rank.resume(request, conversation.written)
 
     def _end(
         self, episode: OpenEpisode, reason: FinishReason, result: TurnResult | None = None
@@ -267,6 +328,8 @@ class EpisodePart:
         assert episode.end is not None
         request, (reason, result) = episode.request, episode.end
         del self._open[request.row_id]
+        for each in episode.conversations:
+            self._streaming.pop(each.request.row_id, None)
         if result is None:
             result = TurnResult(
                 row_id=request.row_id, attempt=request.attempt, state=EpisodeState.GOES_ON
@@ -281,16 +344,29 @@ class EpisodePart:
         self._rank.put(replace(first, request=request, episode=result, conversations=further))
 
 
-def _what(result: TurnResult) -> int:
-    if result.state is EpisodeState.CLOSED:
-        return CLOSED
+def _packed(turn: TurnItem, result: TurnResult) -> list[int]:
+    """Return an answer as whole numbers: what it says, the most tokens of the next turn, the number
+    of bytes of the texts that end it, these bytes, and tokens. Only rank 0 streams."""
+    what = HAS_MORE if result.has_more else GOES_ON
     if not result.goes_on:
-        return OVER
-    return HAS_MORE if result.has_more else GOES_ON
+        what = CLOSED if result.state is EpisodeState.CLOSED else OVER
+    options = result.options or TurnOptions()
+    texts = json.dumps(options.stop_strings).encode() if options.stop_strings else b""
+    flags = options.streams + 2 * options.has_logprobs
+    tokens = (result.prompt_ids or ()) if turn.opens else result.observation
+    return [what, options.max_tokens, flags, len(texts), *texts, *tokens]
 
 
-def _tokens(turn: TurnItem, result: TurnResult) -> Sequence[int]:
-    return (result.prompt_ids or ()) if turn.opens else result.observation
+def _unpacked(numbers: Sequence[int]) -> Told:
+    what, max_tokens, flags, num_bytes, *rest = numbers
+    texts = json.loads(bytes(rest[:num_bytes])) if num_bytes else ()
+    options = TurnOptions(
+        max_tokens=max_tokens,
+        stop_strings=tuple(texts),
+        streams=bool(flags & 1),
+        has_logprobs=bool(flags & 2),
+    )
+    return what, options, rest[num_bytes:]
 
 
 def _request(request: Request, number: int, prompt_ids: Sequence[int]) -> Request:

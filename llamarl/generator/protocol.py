@@ -96,6 +96,10 @@ class Engine(Protocol):
         """Stop these rollouts; the next step returns them, marked ABORTED. Unknown ids are
         ignored."""
 
+    def peek(self, row_id: int) -> Sequence[int]:
+        """Return the ids that this running rollout has written since its last observation; none if
+        it does not run."""
+
     def admit(self) -> int:
         """Start the waiting rollouts that fit. Returns the number of tokens prefilled."""
 

@@ -232,7 +232,8 @@ class GeneratorWorker(
         engine, session = self._decoding.engine, self._output.session
         self._output.check()
         self._output.expect(requests)
-        if any(request.sampling.stop_strings for request in requests):
+        # An environment may ask for strings that end a single turn.
+        if any(request.sampling.stop_strings or request.has_turns for request in requests):
             async with self._loading:
                 if engine.decode_text is None:
                     tokenizer = await asyncio.to_thread(load_tokenizer, self._spec.tokenizer)

@@ -87,6 +87,15 @@ class EnvironmentLink:
             if not begins:
                 return lost(turn)
 
+    async def progress(self, turns: Sequence[TurnItem]) -> None:
+        """See `faces.Environment`. For a lost executor nothing streams."""
+        with suppress(ConnectionError, ExecutorLost):
+            if self._path is None:
+                await self._calls.progress([*turns])
+            elif (connection := self._connection) is not None:
+                told = [*map(as_json, turns)]
+                (await connection.ask(({"ask": "progress", "turns": told}, []))).close()
+
     async def forget(self, row_ids: Sequence[int]) -> None:
         """See `faces.Environment`. A lost executor has forgotten the episodes already."""
         with suppress(ConnectionError, ExecutorLost):
@@ -126,6 +135,10 @@ class Environments:
             others = [link for link in self.links if link is not self.links[environment]]
             await asyncio.gather(*(link.forget([turn.row_id]) for link in others))
         return await self.links[environment].answer(turn)
+
+    async def progress(self, environment: int, turns: Sequence[TurnItem]) -> None:
+        """Tell the environment of this index of pieces of turns that stream."""
+        await self.links[environment].progress(turns)
 
     def renew(self, name: str, calls: Environment) -> None:
         """Use these calls for the executor of this name from now on."""
@@ -270,6 +283,13 @@ class EnvironmentWorker(Worker, Environment):
             return replace(result, error=str(error), ends_run=True)
         return result
 
+    async def progress(self, turns: list[TurnItem]) -> None:
+        """See `faces.Environment`."""
+        for turn in turns:
+            episode = self._episodes.get(turn.row_id)
+            if episode is not None and episode.attempt == turn.attempt and episode.conversations:
+                episode.conversations.progress(turn)
+
     async def forget(self, row_ids: Sequence[int]) -> None:
         """See `faces.Environment`."""
         self._forget([each for row_id in row_ids if (each := self._episodes.get(row_id))])
@@ -287,6 +307,9 @@ class EnvironmentWorker(Worker, Environment):
     async def _respond(self, packet: Packet) -> Answer:
         if packet.header["ask"] == "forget":
             await self.forget(packet.header["rows"])
+            return {}, (), ()
+        if packet.header["ask"] == "progress":
+            await self.progress([read_json(TurnItem, each) for each in packet.header["turns"]])
             return {}, (), ()
         result = await self.answer(read_json(TurnItem, packet.header["turn"]), packet.channel)
         return {"result": as_json(result)}, (), ()

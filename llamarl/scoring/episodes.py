@@ -20,7 +20,8 @@ from llamarl.core.extensions import load_module
 from llamarl.core.groups import Opening, wrong_opening
 from llamarl.core.records import Prompt, StageStatus
 from llamarl.scoring.agent import AgentEnvironment
-from llamarl.scoring.agent.environment import runner as agent_runner
+from llamarl.scoring.agent.episode import AgentEpisode
+from llamarl.scoring.agent.episode import runner as agent_runner
 from llamarl.scoring.agent.turns import TOO_LONG, Reply, invalid, too_long
 from llamarl.scoring.definition import (
     EPISODE,
@@ -57,7 +58,8 @@ UNKNOWN: Answer = {"unknown": True}  # an episode that this process does not pla
 @dataclass(slots=True)
 class Episode:
     """An episode in progress: its instance, the tools that may be called, its prompt, the
-    conversation so far if a reward function reads it, and the sum of the rewards of its turns."""
+    conversation so far if a reward function reads it, the sum of the rewards of its turns, and the
+    episode of an agent."""
 
     kind: str
     instance: Any
@@ -65,6 +67,7 @@ class Episode:
     prompt: Prompt | None = None
     messages: list[Message] = field(default_factory=list)
     reward: float = 0.0
+    agent: AgentEpisode | None = None
 
 
 class Episodes:
@@ -92,8 +95,9 @@ class Episodes:
         maker = self._defined.makers[kind]
         instance = self._free[kind].pop() if self._free[kind] else await self._runner.run(maker)
         if isinstance(instance, AgentEnvironment):
-            await instance.start(prompt.fields)
-            self._playing[row_id] = Episode(kind, instance, {}, prompt)
+            agent = AgentEpisode(instance)
+            await agent.start(prompt.fields)
+            self._playing[row_id] = Episode(kind, instance, {}, prompt, agent=agent)
             return {"messages": None, "schemas": None}
         found = await self._runner.run(getattr(instance, RESET), **prompt.fields)
         is_opening = isinstance(found, Opening) and is_stepped(instance)
@@ -145,6 +149,22 @@ class Episodes:
         agent.reply(conversation, Reply(**reply))
         return {}
 
+    async def stream(
+        self, row_id: int, conversation: int, text: str, begins_in_thought: bool
+    ) -> Answer:
+        """Add text to a turn of an agent's that the model goes on with."""
+        if (agent := self._agent(row_id)) is None:
+            return UNKNOWN
+        agent.stream(conversation, text, begins_in_thought=begins_in_thought)
+        return {}
+
+    async def counted(self, row_id: int, number: int, found: int | str) -> Answer:
+        """Answer an agent's question for a number of tokens."""
+        if (agent := self._agent(row_id)) is None:
+            return UNKNOWN
+        agent.counted(number, found)
+        return {}
+
     async def refuse(self, row_id: int, conversation: int, code: str, why: str) -> Answer:
         """Refuse the request that waits in this conversation of an agent."""
         if (agent := self._agent(row_id)) is None:
@@ -159,6 +179,7 @@ class Episodes:
             return UNKNOWN
         reward, own = await agent.get_reward(is_cut=is_cut)
         episode = self._playing[row_id]
+        episode.instance.conversations = agent.conversations
         episode.reward, episode.messages = reward, [*next(iter(agent.conversations), [])]
         found = await self.finish(row_id)
         return found | {"own_rewards": [*own.items()]}
@@ -172,7 +193,7 @@ class Episodes:
         if episode is None:
             return UNKNOWN
         instance, read = episode.instance, self._defined.episode_reward
-        is_agent = isinstance(instance, AgentEnvironment)  # which has given its reward
+        is_agent = episode.agent is not None  # which has given its reward
         reward = episode.reward if is_agent or is_stepped(instance) else None
         get_reward = None if is_agent else getattr(instance, REWARD, None)
         if get_reward is not None:
@@ -196,15 +217,14 @@ class Episodes:
         not used again."""
         for row_id in row_ids:
             episode = self._playing.pop(row_id, None)
-            if episode is not None and isinstance(episode.instance, AgentEnvironment):
-                episode.instance.abandon()
+            if episode is not None and episode.agent is not None:
+                episode.agent.abandon()
         return {}
 
-    def _agent(self, row_id: int) -> AgentEnvironment | None:
-        """Return the agent that plays this rollout's episode, if this process plays it."""
+    def _agent(self, row_id: int) -> AgentEpisode | None:
+        """Return the episode of an agent, if this process plays it."""
         episode = self._playing.get(row_id)
-        instance = None if episode is None else episode.instance
-        return instance if isinstance(instance, AgentEnvironment) else None
+        return None if episode is None else episode.agent
 
     async def _step(self, episode: Episode, text: str, calls: list[list[Any]]) -> list[Message]:
         """Return the messages with which the environment answers a turn."""

@@ -68,8 +68,8 @@ class TurnFormat:
         ends = {*tokenizer.eos_token_ids}
         self._ends = [text for text in self._special if tokenizer.special_ids[text] in ends]
         self._shown: Sequence[Schema] = kind.schemas
-        # If so, the tokens that a model writes in a turn begin within its thinking.
-        self._is_thinking = self._render([USER]).rstrip().endswith(THOUGHT)
+        self.is_thinking = self._render([USER]).rstrip().endswith(THOUGHT)
+        """Whether the tokens that a model writes in a turn begin within its thinking."""
         self._turn_ends: dict[bool, TurnEnd] = {}  # of turns with a call, and without
         self._has_calls = False
         with suppress(ValueError):
@@ -86,6 +86,20 @@ class TurnFormat:
     def read(self, ids: Sequence[int] | np.ndarray) -> TurnText:
         """Return the text and the calls of a turn with these ids."""
         return (self._known_turn if len(ids) <= SHORT_TOKENS else self._read)(tuple(ids))
+
+    def begun(self, ids: Sequence[int]) -> str:
+        """Return the text of a turn that goes on after these ids, as far as what `read` returns at
+        its end will begin with it: not what may belong to a call, nor white space at the end."""
+        text = self._tokenizer.decode(ids)
+        if self.family == "template" or (self.family == "llama" and "{" in text):
+            return ""
+        if self.family:
+            names = self.names if self.family == "tagged" else {"tool_call"}
+            for mark in (f"<{name}>" for name in names):
+                text = text.partition(mark)[0]
+                size = next((n for n in range(len(mark), 0, -1) if text.endswith(mark[:n])), 0)
+                text = text[: len(text) - size]
+        return text.rstrip().rstrip("\ufffd").rstrip()
 
     def observation(self, messages: Sequence[Message], last_id: int) -> np.ndarray:
         """Return the int32 ids of these messages, and of the text that the template puts before the
@@ -106,7 +120,7 @@ class TurnFormat:
             for end in self._ends:
                 raw = raw.removesuffix(end)
             schemas = self.kind.schemas
-            found = find_calls(raw, self.family, schemas, is_thinking=self._is_thinking)
+            found = find_calls(raw, self.family, schemas, is_thinking=self.is_thinking)
             calls = [call for _, call in found]
             before = raw[: found[0][0]] if found else raw
             for token in self._special:

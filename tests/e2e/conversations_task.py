@@ -19,16 +19,39 @@ SEED = "LLAMARL_TEST_SEED"
 COUNT = itertools.count()
 
 
-def ask(url, messages, tools):
-    """The message, its usage and its id; None if the request is refused, with the code."""
-    body = json.dumps({"model": "any", "messages": messages, "tools": tools}).encode()
-    request = urllib.request.Request(f"{url}/chat/completions", body)
+def ask(url, messages, tools, **options):
+    """The message, its usage, its id and its log-probs; None if the request is refused, with the
+    code."""
+    given = {"model": "any", "messages": messages, "tools": tools, "logprobs": True, **options}
+    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(given).encode())
     try:
         with urllib.request.urlopen(request, timeout=120) as response:
+            if options.get("stream"):
+                return joined([line for line in response if line.startswith(b"data: {")])
             found = json.load(response)
     except urllib.error.HTTPError as error:
-        return None, json.load(error)["error"]["code"], ""
-    return found["choices"][0]["message"], found["usage"], found["id"]
+        return None, json.load(error)["error"]["code"], "", []
+    (choice,) = found["choices"]
+    logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+    return choice["message"], found["usage"], found["id"], logprobs
+
+
+def joined(lines):
+    """What `ask` returns, of the events of a stream."""
+    message, logprobs, pieces = {"role": "assistant", "content": ""}, [], 0
+    for line in lines:
+        event = json.loads(line.removeprefix(b"data: "))
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            message["content"] += delta.get("content") or ""
+            pieces += bool(delta.get("content"))
+            if "tool_calls" in delta:
+                message.setdefault("tool_calls", []).extend(delta["tool_calls"])
+            if choice["logprobs"]:
+                logprobs += [each["logprob"] for each in choice["logprobs"]["content"]]
+    for call in message.get("tool_calls", ()):
+        del call["index"]
+    return message, {**event["usage"], "pieces": pieces}, event["id"], logprobs
 
 
 class Agent(AgentEnvironment):
@@ -67,12 +90,20 @@ class Agent(AgentEnvironment):
 
     def exchange(self, messages, tools=(CALCULATOR,)):
         """Ask once; False if no more can be asked."""
-        reply, usage, found = ask(self.url, messages, [*tools])
+        options = {}
+        if self.rng.random() < 0.5:
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+        if self.rng.random() < 0.2:
+            options["max_tokens"] = self.rng.randint(1, 6)
+        if self.rng.random() < 0.2:
+            options["stop"] = [str(self.rng.randint(0, 9))]
+        reply, usage, found, logprobs = ask(self.url, messages, [*tools], **options)
         if reply is None:
             return False
         each = {"messages": messages, "tools": len(tools), "reply": reply, "id": found}
         with self.lock:
-            self.exchanges.append(each | {"usage": usage})
+            own = {"usage": usage, "logprobs": logprobs, "options": options}
+            self.exchanges.append(each | own)
         return True
 
     def told(self, reply):

@@ -3,7 +3,6 @@ told, replayed as text, and by transformers."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -48,11 +47,12 @@ OPTIONS = [
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn as it stands in the archive: the ids before it, and its own."""
+    """A turn as it stands in the archive: the ids before it, and its own, with their log-probs."""
 
     row_id: int
     before: tuple[int, ...]
     ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
     @property
     def raw(self) -> str:
@@ -66,7 +66,8 @@ def turns_of(line: Mapping[str, Any]) -> list[Turn]:
         end = place + len([*run])
         if not is_observed:
             before = (*line["prompt_ids"], *ids[:place])
-            found.append(Turn(line["row_id"], before, tuple(ids[place:end])))
+            logprobs = tuple(line["generator_logprobs"][place:end])
+            found.append(Turn(line["row_id"], before, tuple(ids[place:end]), logprobs))
         place = end
     return found
 
@@ -89,7 +90,8 @@ class Replay:
             new = each["messages"][self.length(parents[0]) :] if parents else each["messages"]
             heads = [self.texts[parent] for parent in parents] or ["<bos>"]
             contexts = {f"{head}{rendered(new)}<|assistant|>" for head in heads}
-            turn = self.take(contexts, each["usage"])
+            turn = self.take(contexts, each)
+            check_turn(turn, each)
             context = TOKENIZER.decode_raw(turn.before)
             raw = turn.raw
             self.texts.append(context + raw + END * (not raw.endswith(END)))
@@ -112,20 +114,27 @@ class Replay:
                 found[size].append(place)
         return found[max(found)] if found else []
 
-    def take(self, contexts: set[str], usage: Mapping[str, int]) -> Turn:
+    def take(self, contexts: set[str], exchange: Mapping[str, Any]) -> Turn:
         """The turn of the archive that was written after one of these contexts."""
+        usage, logprobs = exchange["usage"], exchange["logprobs"]
         sizes = usage["prompt_tokens"], usage["completion_tokens"]
         for turn in self.left:
-            is_size = (len(turn.before), len(turn.ids)) == sizes
-            if is_size and TOKENIZER.decode_raw(turn.before) in contexts:
+            is_it = (len(turn.before), len(turn.ids)) == sizes
+            is_it = is_it and np.allclose(turn.logprobs, logprobs, atol=1e-6)
+            if is_it and TOKENIZER.decode_raw(turn.before) in contexts:
                 self.left.remove(turn)
                 return turn
         raise AssertionError(f"no turn of {sizes} tokens follows {contexts}")
 
 
-def same_reply(turn: Turn, reply: Mapping[str, Any]) -> bool:
-    calls = [json.loads(c["function"]["arguments"]) for c in reply.get("tool_calls", ())]
-    return not calls or all(str(call["expression"]) in turn.raw for call in calls)
+def check_turn(turn: Turn, exchange: Mapping[str, Any]) -> None:
+    """The program was told what the model wrote, and the options of its request were kept."""
+    said, options = exchange["reply"]["content"] or "", exchange["options"]
+    assert said.strip() in turn.raw
+    assert len(turn.ids) <= options.get("max_tokens", 1000)
+    for stop in options.get("stop", ()):
+        assert stop not in said
+        assert stop not in TOKENIZER.decode(turn.ids[:-1]), "the turn ends where it comes"
 
 
 @torch.no_grad()

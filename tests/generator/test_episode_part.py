@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from llamarl.core.batcher import Gathering
 from llamarl.core.records import (
@@ -22,6 +23,7 @@ from llamarl.core.records import (
     Sampling,
     StageStatus,
     TurnItem,
+    TurnOptions,
     TurnResult,
     episode_of,
 )
@@ -46,6 +48,10 @@ class Environment:
         self.asked: list[TurnItem] = []
         self.open: dict[asyncio.Future[None], TurnItem] = {}
         self.forgotten: list[int] = []
+        self.told: list[TurnItem] = []
+
+    async def progress(self, turns: Sequence[TurnItem]) -> None:
+        self.told += turns
 
     async def answer(self, turn: TurnItem) -> TurnResult:
         self.asked.append(turn)
@@ -301,3 +307,47 @@ def test_an_observation_may_fill_what_is_left_but_for_one_token_of_the_model() -
         min(MAX_TOKENS - 4, CONTEXT - 2 - 4) - 1,
         min(MAX_TOKENS - 4, CONTEXT - 20 - 4) - 1,
     ]
+
+
+async def test_a_turn_that_streams_is_told_in_pieces_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("llamarl.generator.episodes.STREAM_S", 0.0)
+    ranks = TwoRanks(random.Random(0))
+    written: dict[int, list[int]] = {}
+
+    async def answer(turn: TurnItem) -> TurnResult:
+        ranks.environment.asked.append(turn)
+        options = TurnOptions(streams=turn.row_id == 1 and len(ranks.environment.asked) < 4)
+        result = TurnResult(row_id=turn.row_id, attempt=0, state=EpisodeState.GOES_ON)
+        return replace(result, observation=(9,) * (not turn.opens), options=options)
+
+    monkeypatch.setattr(ranks.environment, "answer", answer)
+
+    async def settle() -> None:
+        for number in range(2):
+            while ranks.called[number]:
+                ranks.called[number].popleft()()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        for key in [k for k in ranks.commands[0] if k in ranks.commands[1]]:
+            ranks.command(lambda n, key=key: ranks.commands[n].pop(key)())
+
+    for row_id in (1, 2):
+        asked = request(row_id, 0)
+        ranks.command(lambda n, a=asked: ranks.parts[n].open(a, PartialOutput()))
+    await settle()
+    for ids in ([], [3], [3, 3], [3, 3, 3]):
+        written = {1: ids, 2: ids}
+        ranks.command(lambda n, w=written: ranks.parts[n].stream(w.__getitem__))
+        await settle()
+    told = [(turn.row_id, turn.ids, turn.start) for turn in ranks.environment.told]
+    assert told == [(1, (3,), 0), (1, (3,), 1), (1, (3,), 2)]
+    ranks.write(1, FinishReason.STOP, 4, 0)
+    await settle()
+    ranks.command(lambda n: ranks.parts[n].stream({1: [3, 3]}.__getitem__))
+    await settle()
+    told = [(turn.row_id, turn.ids, turn.start) for turn in ranks.environment.told[3:]]
+    assert told == [(1, (3, 3), 5)], "the next turn begins after the observation"
+    for part in ranks.parts:
+        await part.close()

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from llamarl.core.records import Prompt, StageStatus
 from llamarl.recipe.inputs import read_inputs
 from llamarl.scoring.agent import AgentEnvironment
+from llamarl.scoring.agent.episode import AgentEpisode
 from llamarl.scoring.agent.turns import Reply, too_long
 from llamarl.scoring.definition import Kind, describe, find_defined, schemas_of
 from llamarl.scoring.episodes import Episodes, load
@@ -30,6 +32,8 @@ from tests.recipe.composing import compose_recipe
 from tests.scoring.test_episodes import prompt
 
 CLIENTS = ThreadPoolExecutor(64)
+ENDS: WeakKeyDictionary[AgentEpisode, asyncio.Future[Any]] = WeakKeyDictionary()
+"""By episode, what its scripted program waits for to end."""
 USER = {"role": "user", "content": "How much is 2*3?"}
 TOOL = {"type": "function", "function": {"name": "multiply", "description": "", "parameters": {}}}
 
@@ -65,13 +69,15 @@ class Scripted(AgentEnvironment):
         return await self.end
 
 
-async def started() -> tuple[Scripted, str]:
-    agent = Scripted()
+async def started() -> tuple[AgentEpisode, str]:
+    environment = Scripted()
+    agent = AgentEpisode(environment)
     await agent.start({})
-    return agent, await agent.url
+    ENDS[agent] = environment.end
+    return agent, await environment.url
 
 
-async def event_of(agent: AgentEnvironment, timeout_s: float = 20.0) -> dict[str, Any]:
+async def event_of(agent: AgentEpisode, timeout_s: float = 20.0) -> dict[str, Any]:
     """The next thing that the program does."""
     while not (found := (await agent.wait(timeout_s))["events"]):
         pass
@@ -79,11 +85,20 @@ async def event_of(agent: AgentEnvironment, timeout_s: float = 20.0) -> dict[str
     return found[0]
 
 
-async def opened(*messages: Any, **more: Any) -> tuple[Scripted, str, asyncio.Task, dict[str, Any]]:
+async def turn_of(agent: AgentEpisode, timeout_s: float = 20.0) -> dict[str, Any]:
+    """The next thing that the program does, without options of a turn."""
+    event = await event_of(agent, timeout_s)
+    event.pop("options", None)
+    return event
+
+
+async def opened(
+    *messages: Any, **more: Any
+) -> tuple[AgentEpisode, str, asyncio.Task, dict[str, Any]]:
     """An episode whose first request waits for its reply, and the event of that request."""
     agent, url = await started()
     first = asyncio.create_task(asked(url, {"messages": [*(messages or (USER,))], **more}))
-    return agent, url, first, await event_of(agent)
+    return agent, url, first, await turn_of(agent)
 
 
 def opening(*messages: Any, conversation: int = 0, schemas: Any = (), after: Any = None) -> Any:
@@ -114,7 +129,7 @@ async def test_each_request_is_a_turn_and_its_new_messages_are_the_observation()
     more = [USER, {**choice["message"], "content": "I ask."}, told]
     second = asyncio.create_task(asked(url, {"messages": more, "tools": [TOOL]}))
     observed = {"role": "tool", "content": "6", "name": "multiply", "tool_call_id": call["id"]}
-    assert await event_of(agent) == {"messages": [observed], "conversation": 0}
+    assert await turn_of(agent) == {"messages": [observed], "conversation": 0}
     agent.reply(
         0,
         Reply(
@@ -125,30 +140,10 @@ async def test_each_request_is_a_turn_and_its_new_messages_are_the_observation()
     (choice,) = (await second)[1]["choices"]
     assert choice["message"] == {"role": "assistant", "content": "It is 6"}
     assert choice["finish_reason"] == "length"
-    agent.end.set_result(0.75)
-    assert await event_of(agent) == {"end": True}
+    ENDS[agent].set_result(0.75)
+    assert await turn_of(agent) == {"end": True}
     assert await agent.get_reward(is_cut=False) == (0.75, {})
     assert (await asked(url, {"messages": [USER]}))[0] == 404
-
-
-async def test_a_stream_has_the_whole_message_in_one_event() -> None:
-    streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    agent, _, first, _ = await opened(tools=[TOOL], **streamed)
-    agent.reply(0, Reply("", [("multiply", {})], num_prompt_tokens=7, num_tokens=3))
-    status, text = await first
-    *events, end, rest = text.split("\n\n")
-    assert (status, end, rest) == (200, "data: [DONE]", "")
-    found = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert {each["object"] for each in found} == {"chat.completion.chunk"}
-    delta = found[0]["choices"][0]["delta"]
-    assert (delta["content"], delta["tool_calls"][0]["index"]) == (None, 0)
-    assert [each["choices"] and each["choices"][0]["finish_reason"] for each in found] == [
-        None,
-        "tool_calls",
-        [],
-    ]
-    assert found[-1]["usage"]["total_tokens"] == 10
-    agent.abandon()
 
 
 def saying(**message: Any) -> dict[str, Any]:
@@ -171,7 +166,10 @@ REFUSED = [
     ({"messages": []}, "messages must end with one that is not the assistant's"),
     ({"messages": ["hi"]}, "a message must have a role, got 'hi'"),
     ({"messages": [USER], "n": 2}, "n must be left out, got 2"),
-    ({"messages": [USER], "logprobs": True}, "logprobs must be left out, got True"),
+    ({"messages": [USER], "top_logprobs": 2}, "top_logprobs must be left out, got 2"),
+    ({"messages": [USER], "max_tokens": 0}, "max_tokens must be a whole number above 0, got 0"),
+    ({"messages": [USER], "max_tokens": "9"}, "max_tokens must be a whole number above 0"),
+    ({"messages": [USER], "stop": ["", 3]}, "stop must be texts, got ['', 3]"),
     ({"messages": [USER], "response_format": {"type": "x"}}, "response_format must be left out"),
     (saying(role="user", content=[{"type": "image_url"}]), "content of a message must be text"),
     (saying(role="tool", content="x", name=[1]), "name of a message must be text, got [1]"),
@@ -203,15 +201,15 @@ async def test_a_request_that_is_no_turn_is_refused_in_one_line(body: object, me
     assert message in error["message"]
     assert "\n" not in error["message"]
     first = asyncio.create_task(asked(url, {"messages": [USER], "tools": [TOOL]}))
-    assert (await event_of(agent))["schemas"] == [TOOL], "the program may ask again"
+    assert (await turn_of(agent))["schemas"] == [TOOL], "the program may ask again"
     agent.abandon()
     await first
 
 
 async def test_a_program_that_asks_for_nothing_is_named() -> None:
     agent, _ = await started()
-    agent.end.set_result(0.0)
-    assert await event_of(agent) == {"end": True}
+    ENDS[agent].set_result(0.0)
+    assert await turn_of(agent) == {"end": True}
     with pytest.raises(RuntimeError, match="play must ask for at least one message"):
         await agent.get_reward(is_cut=False)
 
@@ -224,7 +222,7 @@ async def test_what_a_model_may_leave_out_of_its_turn_may_be_gone() -> None:
     for number, said in enumerate(("Seven.", "", "Six.")):
         again = [USER, {"role": "assistant", "content": said}, user]
         asking = asyncio.create_task(asked(url, {"messages": again}))
-        event = await event_of(agent)
+        event = await turn_of(agent)
         if said == "Six.":
             assert event == {"messages": [user], "conversation": 0}
         else:
@@ -246,9 +244,9 @@ async def test_a_program_is_told_of_a_limit_and_may_score_what_there_is(raises: 
             return 0.25
 
     for is_cut in (True, False):
-        agent = Patient()
+        agent = AgentEpisode(Patient())
         await agent.start({})
-        await event_of(agent)
+        await turn_of(agent)
         if not is_cut:
             agent.refuse(0, too_long("9 tokens are left"))
         assert await agent.get_reward(is_cut=is_cut) == (0.0 if raises else 0.25, {})
@@ -262,13 +260,13 @@ async def test_what_a_program_raises_by_itself_is_no_reward() -> None:
                 assert post(url, {"messages": messages})[0] == 200
             raise OSError("no disk")
 
-    agent = Broken()
     for fails_at in (0, 2):
+        agent = AgentEpisode(Broken())
         await agent.start({"fails_at": fails_at})
         for _ in range(fails_at):
-            await event_of(agent)
+            await turn_of(agent)
             agent.reply(0, Reply("x"))
-        assert await event_of(agent) == {"end": True}
+        assert await turn_of(agent) == {"end": True}
         with pytest.raises(OSError, match="no disk"):
             await agent.get_reward(is_cut=False)
 
@@ -287,11 +285,11 @@ async def test_a_conversation_may_have_a_reward_of_its_own(own: Any, words: str)
     agent.reply(0, Reply("Six."))
     await first
     second = asyncio.create_task(asked(url, {"messages": [USER]}))
-    assert await event_of(agent) == opening(USER, conversation=1)
+    assert await turn_of(agent) == opening(USER, conversation=1)
     agent.reply(1, Reply("Seven."))
     name = (await second)[1]["id"]
     given = {name: own["ID"]} if "ID" in own else own
-    agent.end.set_result((0.25, given))
+    ENDS[agent].set_result((0.25, given))
     if words:
         with pytest.raises(InvalidReturnError, match=words):
             await agent.get_reward(is_cut=False)
@@ -316,7 +314,8 @@ async def test_an_abandoned_episode_ends_its_program() -> None:
     for number in (1, 2):
         prompt = Prompt(prompt_id=1, text="", token_ids=(1,), fields={"number": number})
         assert await episodes.begin(prompt, number, []) == {"messages": None, "schemas": None}
-        assert (await episodes.wait(number, 20.0))["events"] == [opening(USER)]
+        (event,) = (await episodes.wait(number, 20.0))["events"]
+        assert event["messages"] == [USER]
     await episodes.forget([1])
     while not ended:
         await asyncio.sleep(0.01)
@@ -334,10 +333,10 @@ async def test_only_the_time_in_which_a_program_works_counts_and_too_much_is_an_
     assert time.monotonic() - start_s >= 0.2
     agent.reply(0, Reply("Six."))
     await first
-    waiting = asyncio.ensure_future(event_of(agent, timeout_s=0.4))
+    waiting = asyncio.ensure_future(turn_of(agent, timeout_s=0.4))
     with pytest.raises(Overdue, match="in play"):
         await waiting
-    assert agent.end.cancelled()
+    assert ENDS[agent].cancelled()
 
 
 async def test_the_server_listens_on_the_loopback_interface_alone() -> None:
@@ -399,7 +398,7 @@ class Search:
     async def request(self, messages: list[dict[str, Any]]) -> None:
         """Ask, and compare what the model gets with the oracle."""
         task = asyncio.create_task(asked(self.url, {"messages": messages}))
-        event = await event_of(self.agent)
+        event = await turn_of(self.agent)
         found = [each for each in self.exchanges if messages[: len(each[0])] == each[0]]
         longest = max((len(text) for text, *_ in found), default=0)
         is_own = not any(m["role"] == "assistant" for m in messages[longest:])

@@ -210,6 +210,15 @@ class EmbeddedEngine:
             if request.row_id in wanted:
                 self._stop(slot, FinishReason.ABORTED)
 
+    def peek(self, row_id: int) -> Sequence[int]:
+        """See `Engine`; tokens of launched steps that were not read are not among them."""
+        running = self._running
+        for slot, request in running.requests.items():
+            if request.row_id == row_id:
+                part = slice(int(running.turn_start[slot]), int(running.cached[slot]) + 1)
+                return running.sequence[slot, part].tolist()
+        return []
+
     def movable(self, tag: str) -> list[Tensor]:
         """Return the KV cache, or the weights beside adapters; all other weights are in the flat
         memory. Graphs are captured again afterwards. The record of experts stays, because a rollout

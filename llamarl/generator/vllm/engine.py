@@ -351,6 +351,11 @@ class VllmEngine:
             if running.request.row_id in wanted:
                 self._stop(running, FinishReason.ABORTED)
 
+    def peek(self, row_id: int) -> Sequence[int]:
+        same = (each for each in self._running.values() if each.request.row_id == row_id)
+        running = next(same, None)
+        return [] if running is None else running.ids[running.turn :]
+
     def admit(self) -> int:
         """Give vLLM as many rollouts as it may run. Returns 0, because `decode` prefills them."""
         if self.version >= 0:

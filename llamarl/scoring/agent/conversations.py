@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +19,9 @@ from llamarl.core.records import (
     Prompt,
     StageStatus,
     TurnItem,
+    TurnOptions,
     TurnResult,
+    read_json,
 )
 from llamarl.model.prompt_rules import make_prompt
 from llamarl.model.tokenizer import Tokenizer
@@ -35,7 +38,8 @@ INVALID_REQUEST = "invalid_request"
 class PlayedConversation:
     """A conversation that a replica writes: its `key` in the program's process, the ids of its
     prompt and of its response so far, with the number of them after each turn. `room` is the most
-    that an observation may have; `asked` waits for it."""
+    that an observation may have; `asked` waits for it. `begun` are the ids of a turn that streams,
+    and `told` its text that the program has."""
 
     key: int
     format: TurnFormat
@@ -44,6 +48,9 @@ class PlayedConversation:
     ends: list[int] = field(default_factory=list)
     room: int = 0
     asked: asyncio.Future[TurnResult] | None = None
+    options: TurnOptions = field(default_factory=TurnOptions)
+    begun: list[int] = field(default_factory=list)
+    told: str = ""
 
 
 class Conversations:
@@ -72,6 +79,7 @@ class Conversations:
         self._num_tokens = 0
         self._end: TurnResult | Exception | None = None
         self._hearing: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Future[None]] = set()
 
     async def begin(self, turn: TurnItem) -> TurnResult:
         """Start the program, and return its first request as the prompt."""
@@ -94,6 +102,7 @@ class Conversations:
             return self._closed()
         conversation.ids += turn.ids
         conversation.ends.append(len(conversation.ids))
+        conversation.begun, conversation.told = [], ""
         conversation.room, conversation.asked = turn.room, asked
         self._num_tokens += len(turn.ids)
         self._numbers["turns"] += 1
@@ -103,19 +112,48 @@ class Conversations:
             self._numbers[f"calls/{tool}"] += 1
             self._numbers[f"errors/{tool}"] += bool(call.error)
             self._numbers["malformed"] += bool(call.error)
-        num_before = len(conversation.prompt_ids) + len(conversation.ids) - len(turn.ids)
+        text, stopped_by = written.text, ""
+        for stop in conversation.options.stop_strings:
+            if not turn.is_cut and stop in text:
+                text, stopped_by = text.partition(stop)[0], stop
+        shown = [self._tokenizer.decode_raw([i]) for i in turn.ids] if turn.logprobs else []
         reply = {
-            "text": written.text,
+            "text": text,
             "calls": [[each.name, each.arguments] for each in written.calls if not each.error],
             "is_cut": turn.is_cut,
-            "num_prompt_tokens": num_before,
+            "stopped_by": stopped_by,
+            "begins_in_thought": conversation.format.is_thinking,
+            "num_prompt_tokens": len(conversation.prompt_ids) + turn.start,
             "num_tokens": len(turn.ids),
+            "logprobs": [*zip(shown, turn.logprobs, strict=True)] if turn.logprobs else [],
         }
         try:
             await self._ask("reply", conversation.key, reply)
         except Failure as failure:
             self._finish(failure)
         return await asked
+
+    def progress(self, turn: TurnItem) -> None:
+        """Tell the program the text of a turn that streams, as far as it is sure by now."""
+        if self._end is not None or turn.conversation >= len(self._played):
+            return
+        conversation = self._played[turn.conversation]
+        if turn.start != len(conversation.ids) + len(conversation.begun):
+            return  # that turn has ended
+        conversation.begun += turn.ids
+        text = conversation.format.begun(conversation.begun)
+        for stop in conversation.options.stop_strings:
+            text = text.partition(stop)[0]
+            text = text[: max(0, len(text) - len(stop) + 1)]  # the rest may begin it
+        if new := text.removeprefix(conversation.told):
+            if not text.startswith(conversation.told):
+                return
+            conversation.told = text
+            is_thinking = conversation.format.is_thinking
+            telling = self._ask("stream", conversation.key, new, is_thinking)
+            task = asyncio.ensure_future(_unless_failed(telling))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
     def close(self) -> None:
         """End all that waits here, because the episode does not go on."""
@@ -141,16 +179,22 @@ class Conversations:
     async def _handle(self, event: dict[str, Any]) -> None:
         if "end" in event:
             return self._finish(await self._over(EpisodeState.DONE))
-        if limit := self._reached(event):
+        if "count" not in event and (limit := self._reached(event)):
             self._numbers[f"limited/{limit}"] += 1
             return self._finish(await self._over(EpisodeState.LIMIT))
         try:
-            if "schemas" in event:
+            if "count" in event:
+                num_tokens = len(self._render(event["messages"], event["schemas"])[1])
+                await self._ask("counted", event["count"], num_tokens)
+            elif "schemas" in event:
                 self._open(event)
             else:
                 self._go_on(event)
         except ValueError as error:
-            await self._ask("refuse", event["conversation"], INVALID_REQUEST, str(error))
+            if "count" in event:
+                await self._ask("counted", event["count"], str(error))
+            else:
+                await self._ask("refuse", event["conversation"], INVALID_REQUEST, str(error))
         except OverflowError as error:
             self._numbers["overlong"] += 1
             await self._ask("refuse", event["conversation"], TOO_LONG, str(error))
@@ -168,21 +212,20 @@ class Conversations:
     def _open(self, event: dict[str, Any]) -> None:
         """Open a conversation. Raises ValueError if the chat template refuses it, OverflowError if
         it is too long."""
-        schemas, messages = event["schemas"], event["messages"]
-        form = self._formats.of("", schemas) if schemas else self._own_format
+        messages = event["messages"]
         if event["after"] is None:
-            row = {**self._prompt.fields, self._data.prompt_field: messages}
-            number, shown = self._prompt.prompt_id, lambda row: form.kind.schemas
-            ids = make_prompt(row, number, self._data, self._tokenizer, shown).token_ids
+            form, ids = self._render(messages, event["schemas"])
         else:
             key, num_turns = event["after"]
             before = self._find(key)
             said = before.ids[: before.ends[num_turns - 1]]
             observation = before.format.observation(messages, said[-1]).tolist()
-            ids = (*before.prompt_ids, *said, *observation)
+            form, ids = before.format, (*before.prompt_ids, *said, *observation)
         if len(ids) > self._room:
             raise OverflowError(f"a prompt may have {self._room} tokens, it has {len(ids)}")
-        self._opened.append(PlayedConversation(event["conversation"], form, tuple(ids)))
+        conversation = PlayedConversation(event["conversation"], form, ids)
+        conversation.options = _options(event)
+        self._opened.append(conversation)
         self._numbers["conversations"] += 1
         self._tell()
 
@@ -197,8 +240,19 @@ class Conversations:
         self._numbers["observed_tokens"] += len(observation)
         asked, conversation.asked = conversation.asked, None
         assert asked is not None, "a conversation goes on after a turn"
-        found = self._result(EpisodeState.GOES_ON, observation=tuple(observation.tolist()))
-        asked.set_result(found)
+        options = conversation.options = _options(event)
+        ids = tuple(observation.tolist())
+        asked.set_result(self._result(EpisodeState.GOES_ON, observation=ids, options=options))
+
+    def _render(
+        self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]]
+    ) -> tuple[TurnFormat, tuple[int, ...]]:
+        """Return the format of turns with these tools, and the ids of a prompt. Raises ValueError
+        if the chat template refuses the messages."""
+        form = self._formats.of("", schemas) if schemas else self._own_format
+        row = {**self._prompt.fields, self._data.prompt_field: messages}
+        number, shown = self._prompt.prompt_id, lambda row: form.kind.schemas
+        return form, make_prompt(row, number, self._data, self._tokenizer, shown).token_ids
 
     def _find(self, key: int) -> PlayedConversation:
         return next(each for each in (*self._played, *self._opened) if each.key == key)
@@ -238,8 +292,19 @@ class Conversations:
         elif self._opened:
             conversation = self._opened.popleft()
             self._played.append(conversation)
-            ids = conversation.prompt_ids
-            asked.set_result(self._result(EpisodeState.GOES_ON, prompt_ids=ids, has_more=True))
+            found: dict[str, Any] = {"prompt_ids": conversation.prompt_ids, "has_more": True}
+            found["options"] = conversation.options
+            asked.set_result(self._result(EpisodeState.GOES_ON, **found))
 
     def _closed(self) -> TurnResult:
         return self._result(EpisodeState.CLOSED)
+
+
+def _options(event: dict[str, Any]) -> TurnOptions:
+    """Return the options of the turn that a request asks for."""
+    return read_json(TurnOptions, event["options"])
+
+
+async def _unless_failed(asked: Awaitable[dict[str, Any]]) -> None:
+    with suppress(Failure):  # which ends the episode where something waits for it
+        await asked

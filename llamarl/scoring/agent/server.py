@@ -7,13 +7,16 @@ import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Protocol
 
 import h11
 
-from llamarl.scoring.agent.chat_completions import read_chat, respond_chat
-from llamarl.scoring.agent.turns import AgentRequest, Refused, Reply, encode
+from llamarl.scoring.agent import chat_completions, messages, responses
+from llamarl.scoring.agent.messages import COUNT_ROUTE
+from llamarl.scoring.agent.turns import AgentRequest, Asked, Body, Refused, encode
 
 HOST = "127.0.0.1"
 MODEL = "policy"
@@ -21,17 +24,23 @@ MAX_BODY_BYTES = 64 * 2**20
 READ_BYTES = 65536
 RETRY_HEADER = "x-stainless-retry-count"  # of OpenAI's own client: above 0 in a repeated request
 JSON_TYPE = "application/json"
-PROTOCOLS = {"chat/completions": (read_chat, respond_chat)}
-"""The APIs by route, each as two functions: (body of a request) -> AgentRequest, which may raise
-Refused, and (the model's reply, body of the request, name of the model) -> content type and body of
-the response."""
+EVENT_TYPE = "text/event-stream"
+READ_S = 60.0  # between two parts of a request
+PROTOCOLS: dict[str, ModuleType] = {
+    each.ROUTE: each for each in (chat_completions, responses, messages)
+}
+"""The APIs by route, each a module with functions `read`, `respond` and `error`, and a class
+`Stream`."""
 
 
 class Answering(Protocol):
     """An episode that can be asked for turns."""
 
-    async def answer(self, request: AgentRequest) -> Reply:
-        """Return the model's reply. Raises Refused if the request cannot be served."""
+    def ask(self, request: AgentRequest) -> Asked:
+        """Ask the model for a turn. Raises Refused if the request cannot be served."""
+
+    async def count(self, request: AgentRequest) -> int:
+        """Return the number of tokens of a request's messages."""
 
 
 Played = Mapping[str, Answering]
@@ -53,18 +62,11 @@ async def _serve(
 ) -> None:
     """Serve one connection, request after request."""
     connection = h11.Connection(h11.SERVER)
-    with closing(writer), suppress(ConnectionError, h11.RemoteProtocolError):
+    gone = (ConnectionError, TimeoutError, h11.ProtocolError)
+    with closing(writer), suppress(*gone):
         while (found := await _receive(connection, reader)) is not None:
-            status, kind, data = await _respond(played, *found)
-            headers = [("Content-Type", kind), ("Content-Length", str(len(data)))]
-            for event in (
-                h11.Response(status_code=status, headers=headers),
-                h11.Data(data=data),
-                h11.EndOfMessage(),
-            ):
-                writer.write(connection.send(event) or b"")
-            await writer.drain()
-            if connection.our_state is not h11.DONE or status == 413:
+            await _respond(played, *found, _Sending(connection, writer))
+            if connection.our_state is not h11.DONE or found[1] is None:
                 break
             connection.start_next_cycle()
 
@@ -73,12 +75,15 @@ async def _receive(
     connection: h11.Connection, reader: asyncio.StreamReader
 ) -> tuple[h11.Request, bytes | None] | None:
     """Return the next request and its body, or None for the body if it is too large; None once the
-    client has closed the connection."""
+    client has closed the connection. Raises TimeoutError if a request that has begun does not go
+    on."""
     request, parts, num_bytes = None, [], 0
     while True:
         event = connection.next_event()
         if event is h11.NEED_DATA:
-            connection.receive_data(await reader.read(READ_BYTES))
+            has_begun = request is not None or connection.trailing_data[0]
+            async with asyncio.timeout(READ_S if has_begun else None):
+                connection.receive_data(await reader.read(READ_BYTES))
         elif isinstance(event, h11.Request):
             request = event
         elif isinstance(event, h11.Data):
@@ -94,35 +99,96 @@ async def _receive(
             return None
 
 
+@dataclass(slots=True)
+class _Sending:
+    """The response to one request."""
+
+    connection: h11.Connection
+    writer: asyncio.StreamWriter
+
+    async def whole(self, status: int, body: Body) -> None:
+        """Send a whole response of JSON."""
+        data = encode(body)
+        await self.head(status, ("Content-Type", JSON_TYPE), ("Content-Length", str(len(data))))
+        await self.part(data)
+        await self._send(h11.EndOfMessage())
+
+    async def head(self, status: int, *headers: tuple[str, str]) -> None:
+        """Begin a response."""
+        await self._send(h11.Response(status_code=status, headers=[*headers]))
+
+    async def part(self, data: bytes) -> None:
+        """Send a part of the body."""
+        await self._send(h11.Data(data=data))
+
+    async def end(self) -> None:
+        """End a response that was begun without a length."""
+        await self._send(h11.EndOfMessage())
+
+    async def _send(self, event: h11.Response | h11.Data | h11.EndOfMessage) -> None:
+        self.writer.write(self.connection.send(event) or b"")
+        await self.writer.drain()
+
+
 async def _respond(
-    played: Played, request: h11.Request, data: bytes | None
-) -> tuple[int, str, bytes]:
-    """Return the status, content type and body that answer a request."""
+    played: Played, request: h11.Request, data: bytes | None, sending: _Sending
+) -> None:
+    """Send the response to a request."""
+    path = request.target.decode("ascii").partition("?")[0]
+    secret, _, route = path.strip("/").partition("/v1/")
+    codec = PROTOCOLS.get(route.partition("/")[0] if route == COUNT_ROUTE else route)
     try:
-        if data is None:
-            raise Refused(413, "too_large", f"a body must have at most {MAX_BODY_BYTES} bytes")
-        secret, _, route = request.target.decode("ascii").strip("/").partition("/v1/")
-        method = request.method.decode("ascii")
-        if (episode := played.get(secret)) is None:
-            raise Refused(404, "not_found", "the episode of this URL is not played (any more)")
-        if (method, route) == ("GET", "models"):
-            model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "llamarl"}
-            return 200, JSON_TYPE, encode({"object": "list", "data": [model]})
-        if method != "POST" or route not in PROTOCOLS:
-            known = "POST chat/completions and GET models"
-            raise Refused(404, "not_found", f"a request must be {known}, got {method} {route}")
-        headers = {name.decode("ascii"): value for name, value in request.headers}
-        is_repeated = headers.get(RETRY_HEADER, b"0") != b"0"
-        try:
-            body = json.loads(data)
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            raise Refused(400, "invalid_json", "the body must be a JSON object")
-        read, respond = PROTOCOLS[route]
-        messages, schemas = read(body)
-        reply = await episode.answer(AgentRequest(messages, schemas, is_repeated))
-        return 200, *respond(reply, body, MODEL)
-    except Refused as error:
-        said = {"message": str(error), "type": "invalid_request_error", "code": error.code}
-        return error.status, JSON_TYPE, encode({"error": {**said, "param": None}})
+        await _answer(played, request, data, sending, secret, route)
+    except Refused as refused:
+        error = (codec or chat_completions).error
+        await sending.whole(refused.status, error(refused.code, str(refused)))
+
+
+async def _answer(
+    played: Played,
+    request: h11.Request,
+    data: bytes | None,
+    sending: _Sending,
+    secret: str,
+    route: str,
+) -> None:
+    """Send the answer to a request. Raises Refused before anything is sent if there is none."""
+    if data is None:
+        raise Refused(413, "too_large", f"a body must have at most {MAX_BODY_BYTES} bytes")
+    method = request.method.decode("ascii")
+    if (episode := played.get(secret)) is None:
+        raise Refused(404, "not_found", "the episode of this URL is not played (any more)")
+    if (method, route) == ("GET", "models"):
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "llamarl"}
+        return await sending.whole(200, {"object": "list", "data": [model]})
+    if method != "POST" or route not in (*PROTOCOLS, COUNT_ROUTE):
+        known = f"POST {', '.join((*PROTOCOLS, COUNT_ROUTE))} and GET models"
+        raise Refused(404, "not_found", f"a request must be {known}, got {method} {route}")
+    headers = {name.decode("ascii"): value for name, value in request.headers}
+    is_repeated = headers.get(RETRY_HEADER, b"0") != b"0"
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise Refused(400, "invalid_json", "the body must be a JSON object")
+    if route == COUNT_ROUTE:
+        found = await episode.count(messages.read(body))
+        return await sending.whole(200, {"input_tokens": found})
+    codec = PROTOCOLS[route]
+    read = codec.read(body)
+    asked = episode.ask(replace(read, is_repeated=is_repeated))
+    if not read.options.streams:
+        reply = await asyncio.shield(asked.reply)
+        return await sending.whole(200, codec.respond(reply, body, MODEL))
+    texts = asked.texts()
+    first = await anext(texts, "")  # an error before the first piece still has its status
+    if asked.reply.done():
+        asked.reply.result()
+    stream = codec.Stream(asked.begun.reply_id, body, MODEL, asked.begun.begins_in_thought)
+    await sending.head(200, ("Content-Type", EVENT_TYPE), ("Transfer-Encoding", "chunked"))
+    await sending.part(stream.begin() + (stream.text(first) if first else b""))
+    async for text in texts:
+        await sending.part(stream.text(text))
+    await sending.part(stream.end(await asyncio.shield(asked.reply)))
+    await sending.end()
