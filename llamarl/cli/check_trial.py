@@ -29,6 +29,7 @@ from llamarl.core.device.names import TOOL, cards_here
 from llamarl.core.groups import BatchRollout, Group
 from llamarl.core.records import (
     GENERATOR_LOGPROBS,
+    KEPT_IDS,
     PROMPT_IDS,
     RESPONSE_IDS,
     ROUTED_EXPERTS,
@@ -177,6 +178,7 @@ class Trial:
         hf.load_into(dict(self._model.named_parameters()), config.model.checkpoint)
         replays = replays_routing(config, self._architecture)
         self._read = [*READ, *[ROUTED_EXPERTS] * replays]
+        self._read += [KEPT_IDS] * (config.sampling.top_k > 0)
         self._free_before = free_bytes()
         self._random = np.random.default_rng(0).random((NUM_PROMPTS, PROMPT_TOKENS))
         self._groups: list[Group] = []  # what the generators wrote first, and its columns

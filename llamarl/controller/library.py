@@ -404,7 +404,8 @@ class LibraryEngines(Engines):
             must = f"be written by versions up to {self.version}, the trainer's"
             raise RuntimeError(f"{name} must {must}, got tokens of version {newest}")
         drawn = self.rollouts.open[group.row_ids[0]].sampling
-        is_own = (drawn.temperature, drawn.top_k, drawn.top_p) == (own.temperature, 0, 1.0)
+        names = ("temperature", "top_k", "top_p", "min_p")
+        is_own = all(getattr(drawn, name) == getattr(own, name) for name in names)
         must = f"be sampled as the recipe says (temperature {own.temperature:g}) to be trained on"
         require(is_own, name, must, f"temperature {drawn.temperature:g}")
 

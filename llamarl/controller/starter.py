@@ -216,6 +216,7 @@ class Specs:
             lora=config.trainer.lora,
             base_dtype=config.trainer.compute_dtype,
             records_experts=replays_routing(config, self.inputs.architecture),
+            num_kept_ids=config.sampling.top_k,
             adapter=self.inputs.adapter,
             config=generator_of(config.generator, replica),
             weights=config.weights,

@@ -134,6 +134,7 @@ REF_LOGPROBS = "ref_logprobs"  # float32 [T]
 TRAINER_LOGPROBS = "trainer_logprobs"  # float32 [T], log pi when the row was trained
 PROXIMAL_LOGPROBS = "proximal_logprobs"  # float32 [T], log pi before the first step of the batch
 PROMPT_ID = "prompt_id"  # float64 [1]
+KEPT_IDS = "kept_ids"  # int32, of each response token those it was drawn among, -1 for none
 ROUTED_EXPERTS = "routed_experts"  # uint8, of all tokens but the last (model/experts.py)
 LOSS_WEIGHTS = "loss_weights"  # uint8 [T], 1 for a trained token, of rollouts that are kept
 CLIPPED = "clipped"  # uint8 [T], 1 for a trained token that the loss clipped, likewise
@@ -244,12 +245,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The sampling parameters of a rollout. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1
-    switch those off."""
+    """The sampling parameters of a rollout. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and
+    `min_p` 0 switch those off."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()

@@ -407,6 +407,7 @@ def _without_last_observation(request: Request, written: PartialOutput) -> Parti
         logprobs=written.logprobs[:num_tokens],
         versions=written.versions[:num_tokens],
         experts=written.experts[: len(request.prompt_ids) + num_tokens - 1],
+        kept=written.kept[:num_tokens],
     )
 
 
@@ -417,4 +418,7 @@ def _with_observation(written: PartialOutput, tokens: Sequence[int]) -> PartialO
         logprobs=np.concatenate([written.logprobs, np.zeros(num_tokens, np.float32)]),
         versions=np.concatenate([written.versions, np.full(num_tokens, NO_VERSION, np.int32)]),
         experts=written.experts,
+        kept=np.concatenate(
+            [written.kept, np.full((num_tokens, written.kept.shape[1]), -1)]
+        ).astype(np.int32),
     )

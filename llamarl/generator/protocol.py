@@ -23,13 +23,15 @@ class PartialOutput:
     """The tokens that a rollout has so far: ids int32 [t], log-probs float32 [t], versions int32
     [t]. `experts` [fed, layers, k] are those that its tokens, from the prompt's first one on, went
     to in each layer with experts: of all but the last token, or of fewer, which were fed when it
-    was stopped last. `num_kept`: tokens whose keys and values were still there when it was resumed
+    was stopped last. `kept` int32 [t, k] are the tokens among which each one was drawn, -1 where
+    there are fewer. `num_kept`: tokens whose keys and values were still there when it was resumed
     last."""
 
     ids: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32))
     logprobs: np.ndarray = field(default_factory=partial(np.empty, 0, np.float32))
     versions: np.ndarray = field(default_factory=partial(np.empty, 0, np.int32))
     experts: np.ndarray = field(default_factory=partial(np.empty, (0, 0, 0), np.uint8))
+    kept: np.ndarray = field(default_factory=partial(np.empty, (0, 0), np.int32))
     num_kept: int = 0
 
 

@@ -53,6 +53,8 @@ class GeneratorSpec:
     base_dtype: str = "float32"
     records_experts: bool = False
     """Whether the experts of each token are stored with its rollout."""
+    num_kept_ids: int = 0
+    """How many tokens are stored with each one among which it was drawn; 0: it was among all."""
     adapter: str | None = None
     config: GeneratorConfig
     weights: WeightsConfig

@@ -30,6 +30,7 @@ from llamarl.core.records import (
     EPISODE_REWARDS,
     FINISH_CODES,
     GENERATOR_LOGPROBS,
+    KEPT_IDS,
     PROMPT_IDS,
     RESPONSE_IDS,
     ROUTED_EXPERTS,
@@ -60,14 +61,17 @@ STORE_S = 1.0
 
 
 async def read_written(
-    storage: ColumnStore, requests: list[Request], recorded: Architecture | None = None
+    storage: ColumnStore,
+    requests: list[Request],
+    recorded: Architecture | None = None,
+    num_kept_ids: int = 0,
 ) -> dict[int, tuple[Request, PartialOutput]]:
     """Return, by row id, these resumed rollouts, with the prompts that their environments gave
     them, and the tokens that they have so far, with the record of their experts by the model of
     this architecture."""
     row_ids = [request.row_id for request in requests]
     names = [RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, PROMPT_IDS]
-    more = [ROUTED_EXPERTS] * (recorded is not None)
+    more = [ROUTED_EXPERTS] * (recorded is not None) + [KEPT_IDS] * (num_kept_ids > 0)
     columns = await storage.read(row_ids, [*names, *more])
     found = {
         request.row_id: (
@@ -81,6 +85,9 @@ async def read_written(
     if recorded is not None:
         for (_, written), cell in zip(found.values(), columns[ROUTED_EXPERTS], strict=True):
             written.experts = read_cell(cell, None, recorded)
+    if num_kept_ids:
+        for (_, written), cell in zip(found.values(), columns[KEPT_IDS], strict=True):
+            written.kept = cell.reshape(-1, num_kept_ids)
     return found
 
 
@@ -90,6 +97,7 @@ async def write_finished(
     writer: str = "",
     *,
     has_experts: bool = False,
+    has_kept: bool = False,
 ) -> None:
     """Store the columns of these rollouts and of their further conversations, except of those that
     begin again; the record of their experts if `has_experts`."""
@@ -108,6 +116,8 @@ async def write_finished(
         }
         if has_experts:
             columns[ROUTED_EXPERTS] = [as_cell(item.written.experts) for item in some]
+        if has_kept:
+            columns[KEPT_IDS] = [item.written.kept.ravel() for item in some]
         rewards = [*map(_rewards, some)]
         columns |= {name: [cells[name] for cells in rewards] for name in rewards[0]}
         await storage.write([item.request.row_id for item in some], columns, writer)
@@ -241,7 +251,8 @@ class GeneratorWorker(
         resumed = [request for request in requests if request.resume]
         written: dict[int, PartialOutput] = {}
         if resumed:
-            reading = read_written(self._storage, resumed, self._recorded)
+            own = self._recorded, self._spec.num_kept_ids
+            reading = read_written(self._storage, resumed, *own)
             found = await self._storing.wait_for(reading)
             written = {row_id: before for row_id, (_, before) in found.items()}
             requests = [found[r.row_id][0] if r.row_id in found else r for r in requests]
@@ -271,8 +282,8 @@ class GeneratorWorker(
         while not is_ready and (left_s := end_s - clock()) > 0:
             finished, is_ready = await self._output.take(min(left_s, STORE_S))
             if finished:
-                has_experts = self._recorded is not None
-                await write_finished(storage, finished, has_experts=has_experts)
+                has_experts, has_kept = self._recorded is not None, self._spec.num_kept_ids > 0
+                await write_finished(storage, finished, has_experts=has_experts, has_kept=has_kept)
                 self._kept.add(rollout_info(item, self._spec.replica) for item in finished)
 
     async def abort_requests(self, row_ids: list[int]) -> None:
@@ -426,6 +437,7 @@ class GeneratorWorker(
         spec, config = self._spec, self._spec.config
         place: dict[str, Any] = {"rank": self._rank, "num_ranks": self._num_ranks}
         place |= {"rendezvous": self._meeting("engine"), "lora": spec.lora}
+        place["num_kept_ids"] = spec.num_kept_ids
         if isinstance(config, VllmConfig):
             from llamarl.generator.vllm.engine import VllmEngine  # here, for it imports vLLM
 

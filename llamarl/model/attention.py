@@ -42,14 +42,16 @@ class Packing:
 class ModelInputs:
     """The N tokens of packed rollouts that a model is fed, on one device: `token_ids`, and
     `targets`, whose log-probs it returns, int64 [N]. With `chosen` int64 [T], different tokens, it
-    returns theirs only: prompts need no logits. In each layer with experts the tokens go to
-    `experts` [N, layers, k], a record of those that the generator chose; None: the routers
+    returns theirs only: prompts need no logits. With `kept` int64 [N, K] the log-prob of a target
+    is that among these next tokens (see `head.token_stats`). In each layer with experts the tokens
+    go to `experts` [N, layers, k], a record of those that the generator chose; None: the routers
     choose."""
 
     token_ids: torch.Tensor
     packing: Packing
     targets: torch.Tensor
     chosen: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
     experts: torch.Tensor | None = None
 
 

@@ -108,16 +108,17 @@ class Transformer(TrainedModel):
 
     def forward(self, inputs: ModelInputs, temperature: float) -> TokenStats:
         """See TrainedModel. Raises ValueError if the packing is of another number of tokens."""
-        weight, targets, chosen = self.head_weight, inputs.targets, inputs.chosen
+        weight, targets = self.head_weight, inputs.targets
+        chosen, kept = inputs.chosen, inputs.kept
         aux_weight = self.aux_loss_coefficient * len(targets if chosen is None else chosen)
         hidden = self.hidden_states(inputs.token_ids, inputs.packing, inputs.experts, aux_weight)
         if self.num_tensor_ranks == 1:
-            return token_stats(hidden, weight, targets, temperature, chosen=chosen)
+            return token_stats(hidden, weight, targets, temperature, None, chosen, kept)
         from torch.distributed.tensor import DTensor  # takes half a second, which a generator saves
 
         assert isinstance(weight, DTensor)
         group = weight.device_mesh.get_group()
-        return token_stats(hidden, weight.to_local(), targets, temperature, group, chosen)
+        return token_stats(hidden, weight.to_local(), targets, temperature, group, chosen, kept)
 
     def hidden_states(
         self,

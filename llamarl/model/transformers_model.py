@@ -22,7 +22,7 @@ from llamarl.core.fields import require
 from llamarl.core.process_group import largest
 from llamarl.model.architecture import causal_families
 from llamarl.model.attention import ModelInputs, Packing, make_packing, packed_attention
-from llamarl.model.head import TokenStats, token_stats
+from llamarl.model.head import LEFT_OUT, TokenStats, token_stats
 from llamarl.model.transformer import TrainedModel, recomputed
 
 log = logging.getLogger(__name__)
@@ -129,12 +129,14 @@ class TransformersModel(TrainedModel):
         self._choose()
 
     def forward(self, inputs: ModelInputs, temperature: float) -> TokenStats:
-        chosen, targets = inputs.chosen, inputs.targets
+        chosen, targets, kept = inputs.chosen, inputs.targets, inputs.kept
         if self._is_packed:
             positions = inputs.packing.positions[None]
             given: dict[str, Any] = {"position_ids": positions, "packing": inputs.packing}
-            targets = targets if chosen is None else targets.index_select(0, chosen)
-            return self._stats(inputs.token_ids[None], targets, temperature, chosen, **given)
+            if chosen is not None:
+                targets = targets.index_select(0, chosen)
+                kept = None if kept is None else kept.index_select(0, chosen)
+            return self._stats(inputs.token_ids[None], targets, temperature, chosen, kept, **given)
         stats = self._stats_of_rows(inputs, temperature)
         if chosen is None:
             return stats
@@ -152,7 +154,8 @@ class TransformersModel(TrainedModel):
             cells = every if block.cells is None else block.cells
             rows = token_ids.new_zeros(block.num_rows * block.width)
             rows = rows.index_copy(0, cells, token_ids[tokens]).view(block.num_rows, block.width)
-            parts.append(self._stats(rows, targets[tokens], temperature, cells))
+            kept = None if inputs.kept is None else inputs.kept[tokens]
+            parts.append(self._stats(rows, targets[tokens], temperature, cells, kept))
             places.append(tokens)
         for _ in range(num_extra):  # the other ranks gather for passes that this one lacks
             extra = self._stats(token_ids[None, :1], targets[:1], temperature)
@@ -166,6 +169,7 @@ class TransformersModel(TrainedModel):
         targets: torch.Tensor,
         temperature: float,
         cells: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None,
         **given: Any,
     ) -> TokenStats:
         """Return the statistics of the tokens at `cells` of `rows` [R, W] (None: all of them),
@@ -173,9 +177,9 @@ class TransformersModel(TrainedModel):
         if self._is_head_plain:
             hidden = self.causal.base_model(input_ids=rows, use_cache=False, **given)[0]
             weight = self.causal.get_output_embeddings().weight
-            return token_stats(_at(hidden, cells), weight, targets, temperature)
-        logits = self.causal(input_ids=rows, use_cache=False, **given).logits
-        return _logit_stats(_at(logits, cells), targets, temperature)
+            return token_stats(_at(hidden, cells), weight, targets, temperature, kept=kept)
+        logits = _at(self.causal(input_ids=rows, use_cache=False, **given).logits, cells)
+        return _logit_stats(logits if kept is None else _kept(logits, kept), targets, temperature)
 
     def _takes_packing(self) -> bool:
         """Return whether every attention of the model calls ours and asks for nothing that it
@@ -279,6 +283,16 @@ def _logit_stats(logits: torch.Tensor, targets: torch.Tensor, temperature: float
         for part, target in zip(logits.split(size), targets.split(size), strict=True)
     ]
     return TokenStats(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _kept(logits: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return the logits [N, V] with all but those of the next tokens `kept` [N, K] left out."""
+    rest = torch.full_like(logits, LEFT_OUT, dtype=torch.float32)
+    # -1, for none, is moved to the last column of a wider matrix, which is cut off.
+    wider = torch.nn.functional.pad(rest, (0, 1), value=LEFT_OUT)
+    source = torch.nn.functional.pad(logits.float(), (0, 1), value=LEFT_OUT)
+    places = kept % wider.shape[1]
+    return wider.scatter(1, places, source.gather(1, places))[:, :-1]
 
 
 def _softmax_stats(

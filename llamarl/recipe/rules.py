@@ -22,7 +22,7 @@ from llamarl.model.tokenizer import TextDecoder, split_stops
 from llamarl.recipe.inputs import Inputs
 
 KINDS: dict[str, tuple[Any, str]]  # of fields that are no whole numbers
-KINDS = dict.fromkeys(("temperature", "top_p"), (int | float, "be a number"))
+KINDS = dict.fromkeys(("temperature", "top_p", "min_p"), (int | float, "be a number"))
 KINDS |= dict.fromkeys(("stop_token_ids", "stop_strings"), (list | tuple, "be a list"))
 
 
@@ -35,6 +35,7 @@ def train_sampling(config: Config, inputs: Inputs) -> Sampling:
         temperature=config.sampling.temperature,
         top_k=config.sampling.top_k,
         top_p=config.sampling.top_p,
+        min_p=config.sampling.min_p,
         max_tokens=config.sampling.max_tokens,
         stop_token_ids=tuple(dict.fromkeys((*eos_ids, *stop_ids))),
         stop_strings=stop_strings,
@@ -46,7 +47,9 @@ def evaluation_sampling(config: Config, inputs: Inputs) -> Sampling:
     return replace(
         train_sampling(config, inputs),
         temperature=config.evaluation.temperature,
+        top_k=0,
         top_p=config.evaluation.top_p,
+        min_p=0.0,
         max_tokens=config.evaluation.max_tokens or config.sampling.max_tokens,
     )
 
@@ -68,6 +71,7 @@ def replace_sampling(
     except ValueError as error:
         raise ValueError(str(error).partition(".")[2]) from None
     require(drawn.top_k >= 0, "top_k", "be 0 or more", drawn.top_k)
+    require(0 <= drawn.min_p < 1, "min_p", "be from 0 to below 1", drawn.min_p)
     ids = drawn.stop_token_ids
     are_ids = all(type(each) is int and 0 <= each < 2**31 for each in ids)
     require(are_ids, "stop_token_ids", "be ids of tokens", ids)

@@ -21,6 +21,7 @@ from llamarl.core.records import (
     GENERATE,
     GENERATOR_LOGPROBS,
     INFER,
+    KEPT_IDS,
     LOSS_WEIGHTS,
     PROMPT_ID,
     PROMPT_IDS,
@@ -246,7 +247,8 @@ def make_graph(config: Config, own: Sequence[Stage] = ()) -> Graph:
 
 
 def _shipped(config: Config) -> Iterator[Stage]:
-    written = (PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING)
+    written = [PROMPT_IDS, RESPONSE_IDS, GENERATOR_LOGPROBS, TOKEN_VERSIONS, SAMPLING]
+    written += [KEPT_IDS] * (config.sampling.top_k > 0)
     algorithm, reward = config.algorithm, config.reward
     of_episode = (EPISODE_REWARD,) * (ENVIRONMENT in reward.functions)
     of_episode += (EPISODE_REWARDS,) * bool(reward.episode_rewards)

@@ -18,6 +18,7 @@ from llamarl.core.groups import OPENING, Group, conversation, version_spans
 from llamarl.core.records import (
     CLIPPED,
     GENERATOR_LOGPROBS,
+    KEPT_IDS,
     LOSS_WEIGHTS,
     PROMPT_ID,
     PROMPT_IDS,
@@ -146,7 +147,7 @@ class Archive:
         have these `columns`."""
         if name in TOKEN_COLUMNS and name != TOKEN_VERSIONS:  # of which every line has the runs
             return RECORD in columns
-        if name == ROUTED_EXPERTS:  # of which no line shows anything
+        if name in (ROUTED_EXPERTS, KEPT_IDS):  # of which no line shows anything
             return False
         return name in COLUMNS or bool((lengths == 1).all())
 

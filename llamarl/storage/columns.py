@@ -17,6 +17,7 @@ from llamarl.core.records import (
     EPISODE_REWARD,
     EPISODE_REWARDS,
     GENERATOR_LOGPROBS,
+    KEPT_IDS,
     LOSS_WEIGHTS,
     PROMPT_ID,
     PROMPT_IDS,
@@ -34,13 +35,14 @@ from llamarl.core.records import (
 )
 
 NUMBER, RESPONSE, PROMPT, FIXED, TEXT = "number", "response", "prompt", "fixed", "text"
-BYTES = "bytes"
+BYTES, SEVERAL = "bytes", "several"
 LENGTHS = {
     NUMBER: "one number per rollout",
     RESPONSE: "one entry per response token",
     PROMPT: "one entry per prompt token",
     FIXED: "as many entries in each rollout",
     TEXT: "UTF-8, one entry per byte",
+    SEVERAL: "as many entries for each response token",
     BYTES: "bytes, as many for each token that the model read",
 }
 DTYPES = ("float64", "float32", "int64", "int32", "uint8")
@@ -85,6 +87,7 @@ COLUMNS = {
         Column(GENERATOR_LOGPROBS, "float32", RESPONSE),
         Column(TOKEN_VERSIONS, "int32", RESPONSE),
         Column(ROUTED_EXPERTS, "uint8", BYTES),
+        Column(KEPT_IDS, "int32", SEVERAL),
         Column(SAMPLING, "float64", FIXED),
         Column(REWARD),
         Column(EPISODE_REWARD),

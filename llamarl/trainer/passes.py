@@ -16,6 +16,7 @@ from llamarl.core.groups import BatchRollout
 from llamarl.core.records import (
     CLIPPED,
     GENERATOR_LOGPROBS,
+    KEPT_IDS,
     LOSS_WEIGHTS,
     NO_VERSION,
     PROMPT_IDS,
@@ -73,14 +74,32 @@ def micro_batch(columns: Columns, indices: Sequence[int], multiple: int = 1) -> 
     records = [columns[ROUTED_EXPERTS][i] for i in indices] if ROUTED_EXPERTS in columns else []
     ends = zip(accumulate(lengths), responses, strict=True)
     response = [np.arange(end - len(ids), end) for end, ids in ends]
+    kept = None
+    if KEPT_IDS in columns:
+        cells = [columns[KEPT_IDS][i].reshape(len(columns[RESPONSE_IDS][i]), -1) for i in indices]
+        kept = torch.from_numpy(_kept(prompts, responses, cells))
     return MicroBatch(
         token_ids=packed([ids[:-1] for ids in whole], np.int64),
         targets=packed([ids[1:] for ids in whole], np.int64),
         packing=make_packing(lengths, multiple),
         chosen=packed(response, np.int64),
+        kept=kept,
         experts=torch.from_numpy(np.concatenate(records)) if records else None,
         response_lengths=tuple(len(ids) for ids in responses),
     )
+
+
+def _kept(
+    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], cells: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Return the tokens among which the one after each fed token was drawn, int64 [N, K]. Those
+    that were not drawn, of observations, stand alone."""
+    parts = []
+    for prompt, response, cell in zip(prompts, responses, cells, strict=True):
+        own = cell.astype(np.int64)
+        own[:, 0] = np.where((own < 0).all(axis=1), response, own[:, 0])
+        parts += [np.full((len(prompt) - 1, own.shape[1]), -1), own]
+    return np.concatenate(parts)
 
 
 def packed(parts: Sequence[np.ndarray], dtype: type = np.float32) -> torch.Tensor:

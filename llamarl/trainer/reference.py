@@ -15,6 +15,7 @@ from llamarl.core.device.devices import compute_device, use_device
 from llamarl.core.faces import Processor, Worker
 from llamarl.core.process_group import join, largest, leave
 from llamarl.core.records import (
+    KEPT_IDS,
     PROMPT_IDS,
     RESPONSE_IDS,
     ROUTED_EXPERTS,
@@ -64,6 +65,7 @@ class ReferenceWorker(Worker, Processor):
         mine = row_ids[self._data_rank :: self._config.num_data_ranks]
         async with self._lock:
             names = [PROMPT_IDS, RESPONSE_IDS, *[ROUTED_EXPERTS] * self._spec.replays_routing]
+            names += [KEPT_IDS] * (self._spec.sampling.top_k > 0)
             columns = await self._storage.read(mine, names)
             self._spans.record("rollouts", self._idle_since_ns, time.monotonic_ns(), "wait")
             num_tokens = sum(len(ids) for ids in columns[RESPONSE_IDS])

@@ -24,6 +24,7 @@ from llamarl.core.process_group import join, leave
 from llamarl.core.records import (
     CLIPPED,
     GENERATOR_LOGPROBS,
+    KEPT_IDS,
     LOSS_WEIGHTS,
     NO_VERSION,
     PROMPT_IDS,
@@ -283,6 +284,7 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
             self._columns.append(REF_LOGPROBS)
         self._columns += spec.algorithm.loss_columns
         self._recorded = [ROUTED_EXPERTS] * spec.replays_routing  # what every pass reads beside ids
+        self._recorded += [KEPT_IDS] * (spec.sampling.top_k > 0)
         self._columns += self._recorded
         self._recomputes = spec.algorithm.proximal == "recompute"
         self._thread = ComputeThread(f"trainer-{rank}")
@@ -456,7 +458,7 @@ class TrainerWorker(Worker, Trainer, WeightSource, Offloadable):
 def _check(rows: Sequence[BatchRollout], columns: Columns) -> None:
     """Assert that the stored rollouts are those the controller knows, token for token."""
     for i, row in enumerate(rows):
-        others = (SAMPLING, ROUTED_EXPERTS)
+        others = (SAMPLING, ROUTED_EXPERTS, KEPT_IDS)
         lengths = {name: len(cells[i]) for name, cells in columns.items() if name not in others}
         assert lengths.pop(PROMPT_IDS) == row.num_prompt_tokens, (row, PROMPT_IDS)
         assert set(lengths.values()) == {row.num_tokens}, (row, lengths)

@@ -11,12 +11,15 @@ from llamarl.generator.engine.sampling import SamplingRows, sample, uniforms
 NUM = 40000
 
 
-def exact(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def exact(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> np.ndarray:
     """The distribution by its definition, token by token."""
     scaled = logits.astype(np.float64) / temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
-    order = np.argsort(-probs, kind="stable")
+    probs = np.where(probs < min_p * probs.max(), 0, probs)
+    order = np.argsort(-probs, kind="stable")[: np.count_nonzero(probs)]
     kept = list(order[:top_k] if top_k else order)
     total = probs[kept].sum()
     nucleus, mass = [], 0.0
@@ -30,7 +33,9 @@ def exact(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> n
     return result / result.sum()
 
 
-def rows(num: int, temperature: float, top_k: int, top_p: float) -> SamplingRows:
+def rows(
+    num: int, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> SamplingRows:
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((num, 1), value, dtype=dtype)
 
@@ -39,22 +44,29 @@ def rows(num: int, temperature: float, top_k: int, top_p: float) -> SamplingRows
         greedy=None,
         top_k=column(top_k, torch.int64) if top_k else None,
         top_p=column(top_p, torch.float32) if top_p < 1 else None,
+        min_p=column(min_p, torch.float32) if min_p else None,
     )
 
 
 @pytest.mark.parametrize("vocab", [13, 64, 300])
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.7, 9, 1.0), (1.0, 0, 0.8), (1.2, 10, 0.7)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        *((1.0, 0, 1.0, 0.0), (0.6, 0, 1.0, 0.0), (1.7, 9, 1.0, 0.0), (1.0, 0, 0.8, 0.0)),
+        *((1.2, 10, 0.7, 0.0), (1.0, 0, 1.0, 0.2), (1.3, 10, 0.8, 0.1)),
+    ],
 )
 def test_frequencies_and_logprobs_are_those_of_the_distribution(
-    vocab: int, temperature: float, top_k: int, top_p: float
+    vocab: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = np.random.default_rng(vocab).normal(size=vocab, scale=1.5).astype(np.float32)
     batch = torch.from_numpy(logits).expand(NUM, vocab).clone()
     uniform = torch.from_numpy(uniforms(vocab, NUM)).unsqueeze(1)
-    ids, logprobs = sample(batch, rows(NUM, temperature, top_k, top_p), uniform)
-    probs = exact(logits, temperature, top_k, top_p)
+    ids, logprobs, kept = sample(batch, rows(NUM, temperature, top_k, top_p, min_p), uniform, 12)
+    probs = exact(logits, temperature, top_k, top_p, min_p)
+    if np.count_nonzero(probs) <= 12:
+        assert {*kept[0].tolist()} - {-1} == {*np.flatnonzero(probs).tolist()}
+        assert (kept == kept[0]).all()
     np.testing.assert_allclose(logprobs.numpy(), np.log(probs[ids.numpy()]), atol=1e-5)
     counts = np.bincount(ids.numpy(), minlength=vocab)
     assert counts[probs == 0].sum() == 0
@@ -70,7 +82,7 @@ def test_greedy_rows_take_the_likeliest_token_and_its_logprob_at_temperature_one
     greedy = torch.arange(50).unsqueeze(1) % 2 == 0
     kinds = SamplingRows(temperature=None, greedy=greedy, top_k=None, top_p=None)
     uniform = torch.from_numpy(uniforms(0, 50)).unsqueeze(1)
-    ids, logprobs = sample(logits.clone(), kinds, uniform)
+    ids, logprobs, _ = sample(logits.clone(), kinds, uniform)
     every = torch.log_softmax(logits, -1)
     assert ids[::2].tolist() == logits[::2].argmax(-1).tolist()
     assert ids[1::2].tolist() != logits[1::2].argmax(-1).tolist()
@@ -84,7 +96,7 @@ def test_extreme_uniforms_never_pick_an_impossible_token() -> None:
         logits[:, vocab // 3] = -3.0
         edge = torch.tensor([0.0, 1 - 2.0**-23, 0.5, 2.0**-23]).unsqueeze(1)
         kinds = SamplingRows(temperature=None, greedy=None, top_k=None, top_p=None)
-        ids, logprobs = sample(logits, kinds, edge)
+        ids, logprobs, _ = sample(logits, kinds, edge)
         assert set(ids.tolist()) <= {vocab // 2, vocab // 3}
         assert torch.isfinite(logprobs).all()
 
@@ -103,7 +115,7 @@ def test_running_sums_that_step_up_without_mass_never_lead_to_an_impossible_toke
     logits[:, [3, 400, 998]] = 0.0
     uniform = torch.arange(4096).unsqueeze(1) / 4096
     kinds = SamplingRows(temperature=None, greedy=None, top_k=None, top_p=None)
-    ids, logprobs = sample(logits, kinds, uniform)
+    ids, logprobs, _ = sample(logits, kinds, uniform)
     assert set(ids.tolist()) == {3, 400, 998}
     torch.testing.assert_close(logprobs, torch.full((4096,), -np.log(3.0), dtype=torch.float32))
 

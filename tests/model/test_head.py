@@ -134,3 +134,53 @@ def test_repeated_key_heads_change_no_number(is_masked: bool) -> None:
     torch.testing.assert_close(
         attend_causally(q, k, v, mask), attend_causally(q, *repeated, mask), rtol=1e-6, atol=1e-6
     )
+
+
+def test_among_kept_tokens_the_head_is_a_log_softmax_of_these_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 7, generator=generator, dtype=torch.float64)
+    weight = torch.randn(31, 7, generator=generator, dtype=torch.float64)
+    kept = torch.rand(23, 31, generator=generator).argsort(1)[:, :5]
+    targets = kept[:, 2].clone()
+    kept[::3, 3:] = -1  # of some there are fewer
+    kept[4] = torch.tensor([int(targets[4]), *[-1] * 4])
+    up = torch.randn(2, 23, generator=generator)
+    exact = [x.clone().requires_grad_() for x in (hidden, weight)]
+    is_kept = torch.zeros(23, 32, dtype=torch.bool).scatter_(1, kept % 32, True)[:, :31]
+    logits = (exact[0] @ exact[1].T / 0.6).masked_fill(~is_kept, -torch.inf)
+    log_p = logits.log_softmax(-1)
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p.masked_fill(~is_kept, 0)).sum(-1)
+    (up[0].double() @ logprobs + up[1].double() @ entropy).backward()
+    assert (logprobs[4], entropy[4]) == (0, 0)
+    chosen = torch.arange(23)
+    for chunk_elements, some in ((1, None), (31 * 5, chosen), (2**24, None)):
+        monkeypatch.setattr(PLATFORMS["cpu"], "num_logits", chunk_elements)
+        got = [x.float().requires_grad_() for x in (hidden, weight)]
+        stats = head.token_stats(got[0], got[1], targets, 0.6, chosen=some, kept=kept)
+        (up[0] @ stats.logprobs + up[1] @ stats.entropy).backward()
+        assert relative_error(stats.logprobs, logprobs.float()) <= 1e-6
+        assert relative_error(stats.entropy, entropy.float()) <= 1e-6
+        for mine, theirs in zip(got, exact, strict=True):
+            assert relative_error(mine.grad.double(), theirs.grad) <= 1e-6
+
+
+def test_the_gradient_among_kept_tokens_is_that_of_the_expected_reward() -> None:
+    """By enumeration: the mean, over all tokens that could be drawn, of what each of them gives."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, 6, generator=generator)
+    weight = torch.randn(9, 6, generator=generator)
+    kept = torch.tensor([[7, 2, 4, -1]])
+    rewards = torch.randn(9, generator=generator)
+    exact = [x.clone().requires_grad_() for x in (hidden, weight)]
+    among = (exact[0] @ exact[1].T)[0, kept[0, :3]].softmax(0)
+    (among @ rewards[kept[0, :3]]).backward()
+    found = [x.clone().requires_grad_() for x in (hidden, weight)]
+    for token, probability in zip(kept[0, :3], among.detach(), strict=True):
+        logprob = head.token_stats(*found, token[None], 1.0, kept=kept).logprobs[0]
+        assert logprob.detach().exp() == pytest.approx(probability.item(), rel=1e-5)
+        (probability * rewards[token] * logprob).backward()
+    for mine, theirs in zip(found, exact, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-6, rtol=1e-5)

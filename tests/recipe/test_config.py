@@ -93,8 +93,9 @@ def test_the_command_line_prints_the_composed_config(forks: Forks) -> None:
 
 WRONG = [
     ("algorithm.rho=0.5", "algorithm.rho must be at least 1, got 0.5"),
-    ("sampling.top_p=0.9", "sampling.top_p must be 1 in training"),
-    ("sampling.top_k=5", "sampling.top_k must be 0 in training"),
+    ("sampling.top_p=0.9", "sampling.top_k must be 1 to 1024 with top_p or min_p"),
+    ("sampling.min_p=0.1", "sampling.top_k must be 1 to 1024 with top_p or min_p"),
+    ("sampling.top_k=2000", "sampling.top_k must be at most 1024, got 2000"),
     ("sampling.temperature=0", "sampling.temperature must be at least 0.001, got 0.0"),
     ("algorithm.advantage=gdpo", "trainer.parts must be batch with algorithm.advantage=gdpo"),
     ("sampling.max_tokens=1024", "generator.max_model_len must hold"),

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.core.config import PlacementConfig, TrainerConfig
+from llamarl.core.config import PlacementConfig, TrainerConfig, TransformersConfig
 from llamarl.core.records import (
     FINISH_CODES,
     GENERATOR_LOGPROBS,
+    KEPT_IDS,
     PROMPT_IDS,
     RESPONSE_IDS,
     SAMPLING,
@@ -60,6 +61,12 @@ def expected(checkpoint, cells, rows, config):
         cell = cells[row.row_id]
         ids = torch.tensor(np.concatenate([cell[PROMPT_IDS], cell[RESPONSE_IDS]]).astype(np.int64))
         logits = model.logits(ids[:-1], [len(ids) - 1]).double() / TEMPERATURE
+        if KEPT_IDS in cell:
+            among = torch.tensor(cell[KEPT_IDS].reshape(row.num_tokens, -1).astype(np.int64))
+            is_kept = torch.zeros(row.num_tokens, logits.shape[1] + 1, dtype=torch.bool)
+            is_kept = is_kept.scatter_(1, among % is_kept.shape[1], True)[:, :-1]
+            start = torch.ones(row.num_prompt_tokens - 1, logits.shape[1], dtype=torch.bool)
+            logits = logits.masked_fill(~torch.cat([start, is_kept]), -torch.inf)
         chosen = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
         logprob = chosen[row.num_prompt_tokens - 1 :]
         ratio = (logprob.detach() - torch.tensor(cell[GENERATOR_LOGPROBS])).exp()
@@ -136,6 +143,32 @@ def laid_out(layout, config):
     other = LAYOUTS[layout]
     names = ("num_ranks", "tensor_parallel", "replicate", "reshard_after")
     return dataclasses.replace(config, **{name: getattr(other, name) for name in names})
+
+
+@pytest.mark.parametrize("kind", [TrainerConfig, TransformersConfig])
+def test_the_gradient_is_the_formula_s_among_the_tokens_that_were_kept(ranks, checkpoint, kind):
+    cells, rows = make_rollouts(num_rows=7)
+    random = np.random.default_rng(2)
+    for cell in cells.values():
+        ids = cell[RESPONSE_IDS]
+        among = random.permuted(np.tile(np.arange(-1, 50), (len(ids), 1)), axis=1)[:, :4]
+        among = np.where(among == ids[:, None], -1, among).astype(np.int32)
+        among[:, 1] = ids  # the token itself is among them
+        cell[KEPT_IDS] = among.ravel()
+    algorithm = AIPOConfig(rho=2.0)
+    want, logprobs = expected(checkpoint, cells, rows, algorithm)
+    layouts = [(1, {}), (2, {})]
+    if kind is TrainerConfig:
+        layouts.append((2, {"tensor_parallel": 2, "reshard_after": "step"}))
+    for num_ranks, fields in layouts:
+        config = kind(optimizer="sgd", lr=0.5, max_grad_norm=1e6, num_ranks=num_ranks, **fields)
+        batch = make_batch(rows, config.num_data_ranks, 40)
+        steps = job(checkpoint, cells, [[batch]], algorithm=algorithm, trainer=config, top_k=4)
+        seen = ranks(num_ranks).run(train, steps)
+        errors = relative_errors(seen[0]["gradients"][0], want)
+        assert max(errors.values()) <= 1e-5, (num_ranks, fields, errors)
+        for row_id, logprob in seen[0]["logprobs"].items():
+            np.testing.assert_allclose(logprob, logprobs[row_id], atol=1e-5)
 
 
 @pytest.mark.parametrize("normalization", ["tokens", "rollouts", "constant"])

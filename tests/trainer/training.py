@@ -54,6 +54,7 @@ class Job:
     export: str | None = None
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     replays_routing: bool = False
+    top_k: int = 0
 
 
 def make_executor(rank, num_ranks, job, storage):
@@ -63,7 +64,7 @@ def make_executor(rank, num_ranks, job, storage):
             rendezvous=job.rendezvous,
             config=replace(job.trainer, num_ranks=num_ranks),
             algorithm=job.algorithm,
-            sampling=SamplingConfig(temperature=TEMPERATURE, max_tokens=64),
+            sampling=SamplingConfig(temperature=TEMPERATURE, max_tokens=64, top_k=job.top_k),
             weights=WeightsConfig(),
             placement=job.placement,
             run_dir=str(Path(job.checkpoint).parent),

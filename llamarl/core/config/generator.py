@@ -20,6 +20,8 @@ from llamarl.core.fields import (
     require_choice,
 )
 
+MAX_KEPT_IDS = 1024  # that are stored with each token
+
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section):
@@ -29,10 +31,14 @@ class SamplingConfig(Section):
     """Rollouts in a group (n)."""
     temperature: float = number(1.0, least=1e-3, most=100)
     """Softmax temperature of training rollouts; trainer log-probs use the same."""
-    top_k: int = 0
-    """Keep only the k likeliest tokens; must be 0 (off) in training."""
-    top_p: float = 1.0
-    """Keep only the likeliest tokens with this total probability; must be 1 (off) in training."""
+    top_k: int = number(0, least=0, most=MAX_KEPT_IDS)
+    """Draw from the k likeliest tokens only; 0: from all. The ids of those that could be drawn are
+    stored with each token, and the trainer's log-probs are renormalised over them."""
+    top_p: float = number(1.0, above=0, most=1)
+    """Draw from the likeliest of the top_k tokens that have this probability together."""
+    min_p: float = number(0.0, least=0, most=0.99)
+    """Draw from those of the top_k tokens that are at least this times as likely as the likeliest
+    one."""
     max_tokens: int = number(512, least=1, most=2**24)
     """Longest completion, in tokens."""
     stop_strings: list[str] = field(default_factory=list)
@@ -47,8 +53,9 @@ class SamplingConfig(Section):
     engine knows when. null lets rollouts end by themselves."""
 
     def check(self) -> None:
-        self.require(self.top_k == 0, "top_k", "be 0 in training (pi/mu would be wrong)")
-        self.require(self.top_p == 1.0, "top_p", "be 1 in training (pi/mu would be wrong)")
+        is_open = self.top_p == 1.0 and self.min_p == 0.0
+        must = f"be 1 to {MAX_KEPT_IDS} with top_p or min_p (pi/mu needs the tokens that are kept)"
+        self.require(is_open or self.top_k > 0, "top_k", must)
 
 
 @dataclass(kw_only=True)

@@ -414,11 +414,12 @@ class EagerRunner:
         self._num_computed += 1
         index = self._cache.write_index(slots, positions)
         logits = self._decoder.decode(tokens, places, index, self._plan)
-        ids, logprobs = sample(logits, self._sampling, uniform.unsqueeze(1))
+        num_kept = running.kept.shape[2]
+        drawn = sample(logits, self._sampling, uniform.unsqueeze(1), num_kept)
+        ids, logprobs, kept = (each.numpy() for each in drawn)
         running.in_flight[slots] += 1
-        return DecodeStep(
-            slots, running.num_released[slots], version, lambda: (ids.numpy(), logprobs.numpy())
-        )
+        read = lambda: (ids, logprobs, kept)  # noqa: E731
+        return DecodeStep(slots, running.num_released[slots], version, read)
 
     def forget(self) -> None:
         """Drop what refers to addresses of weights or cache, which is nothing here."""
@@ -469,14 +470,17 @@ class PaddedRunner:
         self._inputs.rotate()
         self._static.copy_(self._fill(running, rows), non_blocking=True)
         uniform = self._static[3, : self._num_rows].view(torch.float64).float()
-        ids, logprobs = sample(self._compute(), self._sampling, uniform.unsqueeze(1))
+        num_kept = running.kept.shape[2]
+        drawn = sample(self._compute(), self._sampling, uniform.unsqueeze(1), num_kept)
+        ids, logprobs, kept = drawn
         self._newest[: self._num_rows] = ids
-        written = self._platform.fetch(torch.stack([ids.int(), logprobs.view(torch.int32)]))
+        columns = torch.stack([ids.int(), logprobs.view(torch.int32)])
+        written = self._platform.fetch(torch.cat([columns, kept.t()]))
         running.in_flight[slots] += 1
 
-        def read() -> tuple[np.ndarray, np.ndarray]:
+        def read() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             found = written.wait().numpy()[:, slots]
-            return found[0], found[1].view(np.float32)
+            return found[0], found[1].view(np.float32), found[2:].T
 
         return DecodeStep(slots, running.num_released[slots], version, read)
 

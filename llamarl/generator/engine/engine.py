@@ -64,7 +64,8 @@ class EmbeddedEngine:
     """One tensor-parallel rank of one replica; a `generator.protocol.Engine`.
 
     The ranks meet at the file `rendezvous`, which no other replica uses, and must get the same
-    calls in the same order. `is_padded` chooses the model runner (None: by device). With `lora` a
+    calls in the same order. Of each token `num_kept_ids` are recorded among which it was drawn.
+    `is_padded` chooses the model runner (None: by device). With `lora` a
     publish fills adapters alone, and the matrices beside them are the engine's own. Raises
     ValueError if the ranks cannot split the model evenly, or if `config.device` is cuda and there
     is none."""
@@ -79,6 +80,7 @@ class EmbeddedEngine:
         rendezvous: str = "",
         is_padded: bool | None = None,
         lora: LoraConfig | None = None,
+        num_kept_ids: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.architecture, self.config = architecture, config
@@ -105,7 +107,8 @@ class EmbeddedEngine:
         )
         runs_ahead = platform_of(self._device).runs_ahead
         self._make_runner(runs_ahead if is_padded is None else is_padded)
-        self._running = RunningBatch(config.max_num_seqs, config.max_model_len, self._device)
+        shape = config.max_num_seqs, config.max_model_len
+        self._running = RunningBatch(*shape, self._device, num_kept_ids)
         self._queue = Queue()
         self._prefixes = PrefixIndex()
         self._done: list[RequestOutput] = []

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+NONE = -1  # no token
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -41,13 +42,26 @@ class SamplingRows:
     greedy: Tensor | None  # bool [n, 1]
     top_k: Tensor | None  # int64 [n, 1], 0 is off
     top_p: Tensor | None  # float32 [n, 1], 1 is off
+    min_p: Tensor | None = None  # float32 [n, 1], 0 is off
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return any(each is not None for each in (self.top_k, self.top_p, self.min_p))
 
 
-def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Return logits [n, V] with everything outside top-k, then outside top-p of the rest, at -inf.
+def truncate(
+    logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None = None
+) -> Tensor:
+    """Return logits [n, V] with everything outside min-p, then outside top-k of the rest, then
+    outside top-p of that, at -inf.
 
-    top-p keeps the smallest set of likeliest tokens whose probability reaches p. Of equal logits
-    the lower token ids are kept."""
+    min-p keeps what is at least p times as likely as the likeliest token, top-p keeps the smallest
+    set of likeliest tokens whose probability reaches p. Of equal logits the lower token ids are
+    kept."""
+    if min_p is not None:
+        least = logits.amax(dim=-1, keepdim=True) + min_p.log()
+        logits = logits.masked_fill(logits < least, -torch.inf)
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     drop = torch.zeros_like(ordered, dtype=torch.bool)
     if top_k is not None:
@@ -61,21 +75,28 @@ def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tens
     return logits.masked_fill(torch.empty_like(drop).scatter_(-1, order, drop), -torch.inf)
 
 
-def sample(logits: Tensor, rows: SamplingRows, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, rows: SamplingRows, uniform: Tensor, num_kept: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row by inverting the distribution function at `uniform`.
 
-    `logits` float32 [n, V] (overwritten), `uniform` float32 [n, 1]. Returns ids int64 [n] and
-    log-probs float32 [n].
+    `logits` float32 [n, V] (overwritten), `uniform` float32 [n, 1]. Returns ids int64 [n],
+    log-probs float32 [n], and the likeliest `num_kept` tokens among those that could be drawn,
+    int32 [n, num_kept], with -1 where there are fewer.
     """
     if rows.temperature is not None:
         logits.div_(rows.temperature)
-    if rows.top_k is not None or rows.top_p is not None:
-        logits = truncate(logits, rows.top_k, rows.top_p)
+    if rows.is_restricted:
+        logits = truncate(logits, rows.top_k, rows.top_p, rows.min_p)
     probs = torch.softmax(logits, dim=-1)
     ids = _invert(probs, uniform)
     if rows.greedy is not None:
         ids = torch.where(rows.greedy, logits.argmax(dim=-1, keepdim=True), ids)
-    return ids.squeeze(1), probs.gather(1, ids).log_().squeeze(1)
+    best = torch.topk(logits, num_kept, dim=-1) if num_kept else None
+    kept = ids.new_empty((len(ids), 0)) if best is None else best.indices
+    if best is not None:
+        kept = kept.masked_fill(best.values == -torch.inf, NONE)
+    return ids.squeeze(1), probs.gather(1, ids).log_().squeeze(1), kept.int()
 
 
 def _invert(probs: Tensor, uniform: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ import torch
 from llamarl.core.device.devices import platform_of
 from llamarl.core.groups import turn_start
 from llamarl.core.records import FinishReason, Request, Sampling
-from llamarl.generator.engine.sampling import SamplingRows, uniforms
+from llamarl.generator.engine.sampling import NONE, SamplingRows, uniforms
 from llamarl.generator.protocol import PartialOutput, RequestOutput
 
 _NO_ID = -1
 UNUSED = {
     "temperature": np.float32(1.0), "greedy": np.bool_(False), "top_k": np.int64(0),
-    "top_p": np.float32(1.0),
+    "top_p": np.float32(1.0), "min_p": np.float32(0.0),
 }  # fmt: skip
 
 
@@ -30,12 +30,12 @@ class DecodeStep:
     """A launched step, which computes one token for each of `slots` by the weights of `version`.
 
     `num_released` is `RunningBatch.num_released` of these slots at the launch. `read` waits for ids
-    int [n] and log-probs float32 [n]."""
+    int [n], log-probs float32 [n], and the tokens among which they were drawn int [n, kept]."""
 
     slots: np.ndarray
     num_released: np.ndarray
     version: int
-    read: Callable[[], tuple[np.ndarray, np.ndarray]]
+    read: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 class RunningBatch:
@@ -44,9 +44,12 @@ class RunningBatch:
     `sequence` int32 [slots, context] is prompt and response; `cached` int64 [slots] counts the
     tokens whose keys and values are stored: all but the last one. `in_flight` counts the tokens
     that a launched step computes, and `num_released` the rollouts that have left a slot: tokens
-    that a step computes for a rollout that has left are dropped."""
+    that a step computes for a rollout that has left are dropped. Of each token `num_kept_ids`
+    are recorded among which it was drawn."""
 
-    def __init__(self, num_slots: int, num_positions: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, num_positions: int, device: torch.device, num_kept_ids: int = 0
+    ) -> None:
         self._device = device
         wide = (num_slots, num_positions)
         self.requests: dict[int, Request] = {}
@@ -56,6 +59,7 @@ class RunningBatch:
         self.logprobs = np.zeros(wide, np.float32)
         self.versions = np.zeros(wide, np.int32)
         self.uniform = np.zeros(wide, np.float32)
+        self.kept = np.full((*wide, num_kept_ids), NONE, np.int32)
         self.prompt_length = np.zeros(num_slots, np.int64)
         self.turn_start = np.zeros(num_slots, np.int64)  # where the present turn begins
         # A step may compute empty slots too (`PaddedRunner`): their keys and values go to a
@@ -90,6 +94,9 @@ class RunningBatch:
             (self.versions, written.versions),
         ):
             array[slot, num_prompt:total] = values
+        if self.kept.shape[2]:
+            before = written.kept if num_written else NONE
+            self.kept[slot, num_prompt:total] = before
         num_positions = self.sequence.shape[1]
         limit = min(num_prompt + (request.replay_tokens or sampling.max_tokens), num_positions)
         self.uniform[slot, num_prompt:limit] = uniforms(request.seed, limit - num_prompt)
@@ -109,6 +116,7 @@ class RunningBatch:
         self._sampling["temperature"][slot] = sampling.temperature or 1.0
         self._sampling["top_k"][slot] = sampling.top_k
         self._sampling["top_p"][slot] = sampling.top_p
+        self._sampling["min_p"][slot] = sampling.min_p
         self.watches_text[slot] = bool(sampling.stop_strings)
         self.occupied[slot] = True
 
@@ -119,6 +127,7 @@ class RunningBatch:
             ids=self.sequence[slot, part].copy(),
             logprobs=self.logprobs[slot, part].copy(),
             versions=self.versions[slot, part].copy(),
+            kept=self.kept[slot, part].copy(),
             num_kept=self.num_kept.pop(slot),
         )
         self.occupied[slot] = self.watches_text[slot] = False
@@ -140,7 +149,7 @@ class RunningBatch:
         return SamplingRows(**(dict.fromkeys(arrays) | dict(zip(used, sent, strict=True))))
 
     def append(
-        self, step: DecodeStep, ids: np.ndarray, logprobs: np.ndarray
+        self, step: DecodeStep, ids: np.ndarray, logprobs: np.ndarray, kept: np.ndarray
     ) -> list[tuple[int, FinishReason]]:
         """Add one token to each rollout that is still in its slot. Returns the slots that stopped,
         and why."""
@@ -148,12 +157,15 @@ class RunningBatch:
         is_there = self.num_released[slots] == step.num_released
         if not is_there.all():
             slots, ids, logprobs = slots[is_there], ids[is_there], logprobs[is_there]
+            kept = kept[is_there]
         self.num_written += len(slots)
         self.in_flight[slots] -= 1
         place = self.cached[slots] + 1
         self.cached[slots] = place
         self.sequence[slots, place] = ids
         self.logprobs[slots, place] = logprobs
+        if self.kept.shape[2]:
+            self.kept[slots, place] = kept
         self.versions[slots, place] = step.version
         stopped = (self.stop_ids[slots] == ids[:, None]).any(axis=1)
         full = place + 1 >= self.limit[slots]

@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from llamarl.core.device.names import CPU
 from llamarl.core.fields import require
 from llamarl.core.groups import turn_start
 from llamarl.core.records import FinishReason, Request
+from llamarl.generator.engine.sampling import NONE
 from llamarl.generator.engine.scheduler import (
     Queue,
     QueuedRequest,
@@ -63,6 +64,8 @@ class VllmRollout:
     num_kept: int = 0
     record: RolloutRecord | None = None
     num_returned: int = 0  # rows of the record that vLLM has returned itself
+    num_kept_ids: int = 0
+    kept: list[np.ndarray] = field(default_factory=list)  # of each part, int32 [n, num_kept_ids]
 
     def written(self) -> PartialOutput:
         """Return the tokens so far as arrays."""
@@ -75,6 +78,7 @@ class VllmRollout:
             ids=np.array(self.ids, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
+            kept=np.concatenate([np.empty((0, self.num_kept_ids), np.int32), *self.kept]),
             num_kept=self.num_kept,
         )
 
@@ -91,6 +95,7 @@ def start(
     version: int,
     max_model_len: int,
     adapter: Any = None,
+    num_kept_ids: int = 0,
 ) -> tuple[VllmRollout, Any]:
     """Return the rollout's state, and vLLM's request for its next segment, which may use an
     adapter.
@@ -112,11 +117,12 @@ def start(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
+        min_p=sampling.min_p,
         max_tokens=wanted,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # stop_token_ids holds the end-of-sequence ids
         seed=segment_seed(request.seed, num_written),
-        logprobs=0,
+        logprobs=num_kept_ids,
         detokenize=False,
     )
     core_request = EngineCoreRequest(
@@ -136,6 +142,9 @@ def start(
     rollout = VllmRollout(
         key, request, limit, ids, logprobs, versions, turn=turn_start(written.versions)
     )
+    if num_kept_ids:
+        rollout.num_kept_ids = num_kept_ids
+        rollout.kept = [written.kept] * (num_written > 0)
     return rollout, core_request
 
 
@@ -174,8 +183,10 @@ class VllmEngine:
         lora: LoraConfig | None = None,
         keeps_addresses: bool | None = None,
         records_experts: bool = False,
+        num_kept_ids: int = 0,
     ) -> None:
         check_installed()
+        self._num_kept_ids = num_kept_ids
         if records_experts and config.device != CPU:  # vLLM begins a preempted one's again
             must = "be keep with generator=vllm on GPUs and trainer.routing_replay=auto"
             is_kept = config.kv_after_commit == "keep"
@@ -197,6 +208,7 @@ class VllmEngine:
             run_id=run_id,
             lora=lora,
             records_experts=records_experts,
+            num_kept_ids=num_kept_ids,
         )
         try:
             self._prepare(checkpoint, rank, num_ranks, lora, keeps_addresses, records_experts)
@@ -362,9 +374,8 @@ class VllmEngine:
             free = self._config.max_num_seqs - len(self._running)
             for waiting in self._queue.take(self.version, free):
                 number, self._num_started = self._num_started, self._num_started + 1
-                running, request = start(
-                    waiting, number, self.version, self._config.max_model_len, self._adapter
-                )
+                length, own = self._config.max_model_len, (self._adapter, self._num_kept_ids)
+                running, request = start(waiting, number, self.version, length, *own)
                 self._running[running.key] = running
                 if self._records_experts:
                     num_prompt = len(waiting.request.prompt_ids)
@@ -445,7 +456,12 @@ class VllmEngine:
             running.num_returned += len(output.routed_experts)
         if output.new_token_ids:
             running.ids += output.new_token_ids
-            running.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            found = output.new_logprobs
+            running.logprobs += found.logprobs[:, 0].tolist()
+            if self._num_kept_ids:  # the first column is the token itself
+                kept = np.asarray(found.logprob_token_ids[:, 1:], np.int32)
+                is_out = np.isneginf(np.asarray(found.logprobs[:, 1:]))
+                running.kept.append(np.where(is_out, np.int32(NONE), kept))
             running.versions += [self.version] * len(output.new_token_ids)
             self.num_written_tokens += len(output.new_token_ids)
         reason = None if output.finish_reason is None else str(output.finish_reason)

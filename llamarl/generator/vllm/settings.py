@@ -69,10 +69,11 @@ def make_core(
     run_id: str,
     lora: LoraConfig,
     records_experts: bool = False,
+    num_kept_ids: int = 0,
 ) -> Any:
     """Return vLLM's EngineCore with random weights, in this process, as `rank` of `num_ranks`, with
     a slot for one adapter if `lora` is used. On a GPU it returns the experts of tokens if
-    `records_experts`.
+    `records_experts`. It returns up to `num_kept_ids` log-probs of a token's alternatives.
 
     `rendezvous` is a path that no other replica uses; with one rank it may be empty. Raises
     ValueError, in one line, if vLLM cannot run this checkpoint with this config on this machine."""
@@ -100,6 +101,7 @@ def make_core(
         _register(architecture)
         adapters = adapter_arguments(architecture, lora)
         arguments = _arguments(checkpoint, config, num_ranks, RankExecutor, adapters)
+        arguments.max_logprobs = max(arguments.max_logprobs, num_kept_ids)
         if config.device == "cpu":
             _keep_weights_plain()
         else:
