@@ -36,6 +36,7 @@ from llamarl.model.inventory import replays_routing
 from llamarl.publish.layout import kinds_of
 from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.prompt_inputs import context_of
+from llamarl.scoring.agent.command import read_command
 from llamarl.scoring.environment import EnvironmentLink, Environments, EnvironmentSpec
 from llamarl.scoring.external import ExternalSpec
 from llamarl.scoring.loader import SOCKETS
@@ -242,7 +243,12 @@ class Specs:
 
     def _environment(self, index: int) -> EnvironmentSpec:
         config, inputs = self.config, self.inputs
+        agent = None
+        if config.environment.command:
+            contained = config.reward.sandbox
+            agent = read_command(config.environment, config.recipe_dir, contained=contained)
         return EnvironmentSpec(
+            agent=agent,
             config=config.environment,
             kinds=inputs.kinds,
             limits=limits_of(config.reward),

@@ -287,7 +287,8 @@ def _read_all(
 def check_sandbox(config: Config) -> None:
     """Raise a ValueError if the recipe runs programs that a model wrote, and they cannot be
     contained. The log says in one line what cannot be kept from them on this machine."""
-    runs_programs = "code" in config.reward.functions or "python" in config.environment.tools
+    runs_programs = "code" in config.reward.functions
+    runs_programs |= bool({"python", "agent"} & {*config.environment.tools})
     if not (runs_programs and config.reward.sandbox):
         return
     if what := missing():

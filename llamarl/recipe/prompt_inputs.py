@@ -24,7 +24,7 @@ from llamarl.core.config import (
     StalenessConfig,
 )
 from llamarl.core.config.generator import pools_of
-from llamarl.core.config.inputs import OF_EPISODE
+from llamarl.core.config.inputs import AGENT, OF_EPISODE
 from llamarl.core.extensions import FILE, STAGES, TaskSource, load, neighbours
 from llamarl.core.extensions import read_source as read_text
 from llamarl.core.fields import require, require_choice
@@ -34,7 +34,8 @@ from llamarl.model.tokenizer import Tokenizer, load_tokenizer
 from llamarl.prompts.cache import PromptSource, ShowPieces, read_source, show_nothing
 from llamarl.prompts.files import find_files
 from llamarl.prompts.rows import PromptRows, PromptTable, make_rows
-from llamarl.scoring.definition import TOOLS, Kinds
+from llamarl.scoring.agent.command import read_command
+from llamarl.scoring.definition import AGENT_KIND, TOOLS, Kinds
 from llamarl.scoring.rewards import OWN
 from llamarl.scoring.stages import ENVIRONMENT, Graph, check_task, make_graph
 from llamarl.scoring.tool_calls import READY
@@ -80,12 +81,15 @@ def read_graph(config: Config, source: TaskSource | None) -> tuple[Graph, Kinds]
     one line, for what would not work."""
     names, functions = config.experience.stages, named_functions(config)
     require(len({*names}) == len(names), "experience.stages", "name each stage once", names)
-    tools = config.environment.tools
+    tools, is_agent = config.environment.tools, config.environment.tools == [AGENT]
     for tool in tools:
-        require_choice("environment.tools", tool, ["task", *READY])
+        require_choice("environment.tools", tool, ["task", *READY, AGENT])
+    if is_agent:
+        read_command(config.environment, config.recipe_dir, contained=config.reward.sandbox)
     if not (tools or (source is not None and (names or functions))):
         return make_graph(config), {}
-    stages, kinds = check_task(source, functions, names, tools=tools)
+    stages, kinds = check_task(source, functions, names, tools=[] if is_agent else tools)
+    kinds = {"": AGENT_KIND} if is_agent else kinds
     gives_reward = all(kind.has_reward for kind in kinds.values())
     gives = "each environment of task.py gives a reward (get_reward or episode_reward)"
     must = f"not name environment unless {gives}"

@@ -63,6 +63,8 @@ class Kind:
         return self.has_instance or self.is_read
 
 
+AGENT_KIND = Kind((), has_instance=True, has_step=True, has_reward=True, is_agent=True)
+"""The kind of environments that a program plays, which brings the tools of each episode."""
 Kinds = Mapping[str, Kind]
 """Kinds by name; the name of a sole, unnamed one is ""."""
 
@@ -196,7 +198,7 @@ def _describe(maker: Callable[[], Any], shared: Sequence[Schema]) -> Kind:
         if shared:
             must = f"bring the tools of its program itself, without {TOOLS} beside it"
             raise ValueError(f"{place} must {must}, got {shared[0]['function']['name']}")
-        return Kind((), has_instance=True, has_step=True, has_reward=True, is_agent=True)
+        return AGENT_KIND
     if not callable(getattr(environment, RESET, None)):
         raise ValueError(f"{place} must have a method {RESET}(**row), got none")
     methods = methods_of(environment)

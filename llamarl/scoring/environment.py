@@ -33,6 +33,7 @@ from llamarl.core.records import (
 from llamarl.metrics.span import Spans
 from llamarl.model.prompt_rules import make_prompt, messages_of
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
+from llamarl.scoring.agent.command import AgentCommand
 from llamarl.scoring.agent.conversations import Conversations
 from llamarl.scoring.definition import Kind, Kinds, kind_of
 from llamarl.scoring.sandbox.containers import ProgramLimits
@@ -180,6 +181,8 @@ class EnvironmentSpec:
     tokenizer: str
     socket: str | None = None
     rewards: list[str] = field(default_factory=list)
+    agent: AgentCommand | None = None
+    """The program that plays its episodes, if the recipe names one."""
 
 
 @dataclass(slots=True)
@@ -220,6 +223,7 @@ class EnvironmentWorker(Worker, Environment):
                 "tools": spec.config.tools,
                 "limits": asdict(spec.limits),
                 "rewards": spec.rewards,
+                "agent": None if spec.agent is None else asdict(spec.agent),
             },
             timeout_s=spec.config.timeout_s,
             label="environment",

@@ -14,12 +14,15 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from llamarl.core.config.inputs import AGENT
 from llamarl.core.extensions import load_module
 from llamarl.core.groups import Opening, wrong_opening
 from llamarl.core.records import Prompt, StageStatus
 from llamarl.scoring.agent import AgentEnvironment
+from llamarl.scoring.agent.command import AgentCommand, CommandEnvironment
 from llamarl.scoring.agent.episode import AgentEpisode
 from llamarl.scoring.agent.episode import runner as agent_runner
 from llamarl.scoring.agent.turns import TOO_LONG, Reply, invalid, too_long
@@ -73,8 +76,11 @@ class Episode:
 class Episodes:
     """The episodes of one process. An instance is used again, after its `reset`."""
 
-    def __init__(self, defined: Defined, rewards: Sequence[str] = ()) -> None:
-        """`rewards` names the `episode_rewards` that the recipe uses."""
+    def __init__(
+        self, defined: Defined, rewards: Sequence[str] = (), max_programs: int = 0
+    ) -> None:
+        """`rewards` names the `episode_rewards` that the recipe uses; at most `max_programs` of
+        agents run at once, unless that is 0."""
         self._defined = defined
         self._rewards = [defined.episode_rewards[name] for name in rewards]
         self._is_read = defined.episode_reward is not None or bool(defined.episode_rewards)
@@ -82,6 +88,7 @@ class Episodes:
         self._playing: dict[int, Episode] = {}
         self._free: dict[str, list[Any]] = defaultdict(list)  # instances by kind
         self._runner = Runner(MAX_THREADS, "tool")
+        self._places = asyncio.Semaphore(max_programs) if max_programs else None
 
     async def begin(self, prompt: Prompt, row_id: int, messages: list[Message]) -> Answer:
         """Reset an environment for this rollout. Returns {"messages": the messages that replace the
@@ -95,7 +102,7 @@ class Episodes:
         maker = self._defined.makers[kind]
         instance = self._free[kind].pop() if self._free[kind] else await self._runner.run(maker)
         if isinstance(instance, AgentEnvironment):
-            agent = AgentEpisode(instance)
+            agent = AgentEpisode(instance, self._places)
             await agent.start(prompt.fields)
             self._playing[row_id] = Episode(kind, instance, {}, prompt, agent=agent)
             return {"messages": None, "schemas": None}
@@ -299,8 +306,13 @@ def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
     have `limits`."""
     tools, limits = setup["tools"], ProgramLimits(**setup["limits"])
     module = load_module(setup["task_source"]) if TASK in tools else None
-    defined = find_defined(module, [READY[name](limits) for name in tools if name != TASK])
-    episodes = Episodes(defined, setup.get("rewards", ()))
+    if AGENT in tools:
+        played = partial(CommandEnvironment, AgentCommand(**setup["agent"]))
+        defined = Defined({}, {"": played})
+    else:
+        defined = find_defined(module, [READY[name](limits) for name in tools if name != TASK])
+    max_programs = setup["agent"]["max_programs"] if AGENT in tools else 0
+    episodes = Episodes(defined, setup.get("rewards", ()), max_programs)
 
     async def serve(prompt: Prompt | None, method: str, arguments: list[Any]) -> Answer:
         given = arguments if prompt is None else [prompt, *arguments]

@@ -132,6 +132,9 @@ def _is_date(text: str) -> bool:
         return False
 
 
+AGENT = "agent"  # in environment.tools: a program that the recipe names
+
+
 @dataclass(kw_only=True)
 class EnvironmentConfig(Section):
     """Episodes: what the model may call, how its calls are read, and their limits."""
@@ -139,7 +142,8 @@ class EnvironmentConfig(Section):
     tools: list[str] = field(default_factory=list)
     """What rollouts take turns with, any of: task (the list `tools` of the recipe's own task.py,
     its `environment`, or both) | python (a tool that runs programs which the model writes,
-    in a sandbox). []: nothing, a rollout is one answer."""
+    in a sandbox) | agent, alone (a program that `command` names). []: nothing, a rollout is one
+    answer."""
     calls: str = choice("auto", "hermes", "llama", "xml", "tagged", "template")
     """How the model writes a call: hermes (JSON in <tool_call>, as Qwen 2.5 and 3 do) | llama (JSON
     alone, as Llama 3 does) | xml (<function=NAME> in <tool_call>, as Qwen 3.5 does) | tagged
@@ -149,6 +153,29 @@ class EnvironmentConfig(Section):
     """A special token in what an environment or a tool says, such as <|im_end|>, is text: the model
     reads its characters | false: it is that token, so a tool's result may end turns and begin
     others."""
+    command: list[str] = field(default_factory=list)
+    """The program that plays each episode with `tools: [agent]`, and its arguments, in which
+    {field} is that of the prompt's row, and {python} this Python. It runs in a folder of its own,
+    in a sandbox, with the model's address and key in the variables that OpenAI's and Anthropic's
+    clients read."""
+    files: str | None = None
+    """Folder of the recipe whose files are in an agent's folder. A row may have more in its field
+    `files`: texts by path."""
+    check_command: list[str] = field(default_factory=list)
+    """The program that gives the episode's reward, which runs in the folder after the agent: the
+    number in the last line that it prints, else 1 if it exits with 0 and 0 if it exits with 1. Any
+    other end is a failure. The row is in LLAMARL_ROW, as JSON."""
+    check_files: str | None = None
+    """Folder of the recipe whose files are put beside the agent's before the check."""
+    max_programs: int = number(32, least=1, most=4096)
+    """Agents' programs that run at once, in each of num_workers processes. The episodes of others
+    begin later."""
+    readable: list[str] = field(default_factory=list)
+    """Paths outside the system's folders that agents may read, such as where they are installed."""
+    memory_mib: int = number(2048, least=16, most=2**24)
+    """Memory of an agent with all that it starts."""
+    disk_mib: int = number(256, least=1, most=2**24)
+    """Size of an agent's folder."""
     max_turns: int = number(8, least=1, most=10_000)
     """Turns of the model in an episode. A call in the last one is not run: the rollout ends as at
     sampling.max_tokens."""
@@ -173,6 +200,13 @@ class EnvironmentConfig(Section):
     """The run stops when more than this share of the last 1000 turns failed (after 50): their
     environment raised, hung or returned what it must not. Such a rollout is not trained on, the
     rest of its group is. A tool that raises is no failure: the model is told the error."""
+
+    def check(self) -> None:
+        has_agent = AGENT in self.tools
+        self.require(not has_agent or self.tools == [AGENT], "tools", "have agent alone")
+        for name in ("command", "check_command"):
+            must = "name a program with environment.tools=[agent], and be [] without"
+            self.require(bool(getattr(self, name)) == has_agent, name, must)
 
     @property
     def is_used(self) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -92,10 +93,12 @@ class Conversation:
 
 
 class AgentEpisode:
-    """One episode, which the program of `environment` plays."""
+    """One episode, which the program of `environment` plays, once it may run (`places`)."""
 
-    def __init__(self, environment: AgentEnvironment) -> None:
-        self._environment = environment
+    def __init__(
+        self, environment: AgentEnvironment, places: AbstractAsyncContextManager[Any] | None = None
+    ) -> None:
+        self._environment, self._places = environment, places or nullcontext()
         self._conversations: list[Conversation] = []
         self._num_opened = 0
         self._counting: dict[int, asyncio.Future[int]] = {}
@@ -106,7 +109,7 @@ class AgentEpisode:
         self._secret = ""
         self._is_over = self._was_refused = False
         self._num_waiting = 0  # requests that the model is to answer
-        self._since_s: float | None = 0.0  # when the program began to work without waiting for one
+        self._since_s: float | None = None  # when the program began to work, and waits for none
         self._working_s = 0.0  # that it did so before, and that was not told yet
 
     @property
@@ -122,9 +125,15 @@ class AgentEpisode:
         self._secret = secrets.token_hex(SECRET_BYTES)
         _played[self._secret] = self
         url = url_of(_servers[loop], self._secret)
-        self._since_s = time.monotonic()
-        self._playing = loop.create_task(runner.run(self._environment.play, url, **row))
+        self._since_s = None
+        self._playing = loop.create_task(self._play(url, row))
         self._playing.add_done_callback(self._ended)
+
+    async def _play(self, url: str, row: Mapping[str, Any]) -> Any:
+        async with self._places:
+            self._since_s = time.monotonic()
+            self._news.set()  # its time counts from now on
+            return await runner.run(self._environment.play, url, **row)
 
     async def wait(self, timeout_s: float) -> Body:
         """Wait for events, and return them: {"events": [...], "working_s": the time for which the

@@ -1,0 +1,219 @@
+"""Sandboxes of agents, in each way that this machine has: what their programs reach, their limits,
+and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from llamarl.scoring.agent.command import AgentCommand, CommandEnvironment, filled, reward_of
+from llamarl.scoring.agent.episode import AgentEpisode
+from llamarl.scoring.agent.turns import Reply
+from llamarl.scoring.sandbox.containers import Ran
+from llamarl.scoring.sandbox.sandboxes import MIB, LocalSandbox, SandboxLimits
+
+pytestmark = pytest.mark.full
+PYTHON = os.path.realpath(sys.executable)
+WAYS = ["namespaces"] * (shutil.which("bwrap") is not None) + ["sandlock", "plain"]
+CONTAINED = [way for way in WAYS if way != "plain"]
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param != "namespaces":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    return str(request.param)
+
+
+@asynccontextmanager
+async def opened(
+    way: str, url: str = "http://127.0.0.1:40009/x/v1", **limits: int
+) -> AsyncIterator:
+    own = SandboxLimits(**limits)
+    sandbox = LocalSandbox(url, own, contained=way != "plain")
+    await sandbox.start()
+    try:
+        yield sandbox
+    finally:
+        await sandbox.stop()
+        assert not sandbox._folder.exists()
+
+
+async def python(sandbox: LocalSandbox, text: str, timeout_s: float = 60.0) -> Ran:
+    return await sandbox.run([PYTHON, "-c", text], {"OWN": "mine"}, timeout_s)
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+async def test_commands_share_a_folder_and_their_ends_are_told(way: str) -> None:
+    async with opened(way) as sandbox:
+        await sandbox.write("in/a.txt", b"one")
+        text = "import os; print(open('in/a.txt').read(), os.environ['OWN'], os.environ['HOME'] == "
+        text += "os.getcwd()); open('b.txt', 'w').write('two')"
+        ran = await python(sandbox, text)
+        assert (ran.exit_code, ran.stdout, ran.stderr) == (0, "one mine True\n", "")
+        assert await sandbox.read("b.txt") == b"two"
+        ran = await python(sandbox, "import sys; print(open('b.txt').read()); sys.exit(3)")
+        assert (ran.exit_code, ran.stdout) == (3, "two\n")
+        ran = await python(sandbox, "import os; os.kill(os.getpid(), 9)")
+        assert ran.exit_code == 128 + 9
+        ran = await python(sandbox, "print('x' * 10**6 + 'end')")
+        assert ran.stdout.endswith("xend\n")
+        assert len(ran.stdout) == 65536
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read("nothing")
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+async def test_files_are_neither_written_nor_read_outside_of_the_folder(
+    way: str, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s")
+    async with opened(way) as sandbox:
+        await python(sandbox, f"import os; os.symlink({str(secret)!r}, 'link'); os.mkdir('d')")
+        await python(sandbox, f"import os; os.symlink({str(tmp_path)!r}, 'd/up')")
+        for path in ("link", "d/up/secret", "../x", "/etc/passwd", "."):
+            for ask in (sandbox.read(path), sandbox.write(path, b"changed")):
+                with pytest.raises(ValueError, match="a file of a sandbox must"):
+                    await ask
+    assert secret.read_text() == "s"
+
+
+@pytest.mark.parametrize("way", CONTAINED, indirect=True)
+async def test_a_program_reaches_its_model_and_nothing_else(way: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s")
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.read(5))
+        writer.write(b"model")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    other = socket.create_server(("127.0.0.1", 0))
+    connect = "import socket\n"
+    connect += "s = socket.create_connection(('127.0.0.1', {port}), 3)\n"
+    connect += "s.send(b'hello'); print(s.recv(9).decode())"
+    async with opened(way, f"http://127.0.0.1:{port}/x/v1") as sandbox:
+        ran = await python(sandbox, connect.format(port=port))
+        assert (ran.stdout, asked) == ("model\n", [b"hello"]), ran.stderr
+        ran = await python(sandbox, connect.format(port=other.getsockname()[1]))
+        assert ran.exit_code == 1
+        for path in (secret, Path(__file__)):
+            ran = await python(sandbox, f"print(open({str(path)!r}).read())")
+            assert (ran.exit_code, ran.stdout) == (1, ""), path
+        ran = await python(sandbox, f"open({str(tmp_path / 'new')!r}, 'w')")
+        assert ran.exit_code == 1
+    assert not (tmp_path / "new").exists()
+    server.close()
+    other.close()
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("while True: pass", "time"),
+        ("x = bytearray(200 * 2**20)\nwhile True: x[::4096] = x[::4096]", "memory"),
+        ("f = open('x', 'wb')\nwhile True: f.write(bytes(2**20)); f.flush()", "disk"),
+        ("open('x', 'wb').write(bytes(20 * 2**20))", "disk"),
+    ],
+)
+async def test_a_program_that_exceeds_a_limit_is_ended_and_the_limit_named(
+    way: str, text: str, limit: str
+) -> None:
+    limits = {"memory_bytes": 100 * MIB, "disk_bytes": 10 * MIB}
+    async with opened(way, **limits) as sandbox:
+        ran = await python(sandbox, text, 3.0 if limit == "time" else 60.0)
+        assert (ran.exit_code, ran.ended_for) == (None, limit)
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+async def test_what_a_program_leaves_behind_ends_with_it(way: str) -> None:
+    mark = f"left{os.getpid()}{time.monotonic_ns()}"
+    leave = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; "
+    leave += f"time.sleep(600)', '{mark}'], start_new_session=True)\nprint('left')"
+    async with opened(way) as sandbox:
+        ran = await python(sandbox, leave)
+        assert ran.stdout == "left\n", ran.stderr
+    end_s = time.monotonic() + 10
+    command = ["pgrep", "-f", mark]
+    while subprocess.run(command, capture_output=True, check=False).stdout.strip():
+        assert time.monotonic() < end_s, "a process is left"
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("ran", "reward"),
+    [
+        (Ran(exit_code=0), 1.0),
+        (Ran(exit_code=1), 0.0),
+        (Ran(exit_code=0, stdout="so\n0.25\n"), 0.25),
+        (Ran(exit_code=1, stdout="-1"), -1.0),
+        (Ran(exit_code=0, stdout="fine"), 1.0),
+        (Ran(exit_code=2, stderr="no module"), "got exit code 2: no module"),
+        (Ran(exit_code=137), "got exit code 137"),
+        (Ran(exit_code=None, ended_for="time"), "got too much time"),
+    ],
+)
+def test_only_a_check_that_ends_as_one_gives_a_reward(ran: Ran, reward: float | str) -> None:
+    if isinstance(reward, str):
+        with pytest.raises(RuntimeError, match=reward):
+            reward_of(ran)
+    else:
+        assert reward_of(ran) == reward
+
+
+def test_commands_are_filled_with_fields_of_the_row() -> None:
+    row = {"question": "a b", "n": 3}
+    assert filled(["x", "-t", "{question}", "{n}{{}}"], row) == ["x", "-t", "a b", "3{}"]
+    for wrong in ("{answer}", "{", "{question.x}"):
+        with pytest.raises(ValueError, match=r"^environment\.command must name fields of"):
+            filled([wrong], row)
+
+
+ASK = """
+import json, os, sys, urllib.request
+body = json.dumps({"messages": [{"role": "user", "content": sys.argv[1]}]}).encode()
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+found = json.load(urllib.request.urlopen(request))
+open("said.txt", "w").write(found["choices"][0]["message"]["content"])
+"""
+CHECK = "import sys; sys.exit(open('said.txt').read() != 'Six.')"
+
+
+async def play(command: list[str], check: list[str], said: str) -> float:
+    spec = AgentCommand(command=command, check=check)
+    episode = AgentEpisode(CommandEnvironment(spec))
+    await episode.start({"question": "How much?", "files": {"ask.py": ASK}})
+    while True:
+        for event in (await episode.wait(60.0))["events"]:
+            if "end" in event:
+                return (await episode.get_reward(is_cut=False))[0]
+            assert event["messages"][0]["content"] == "How much?"
+            episode.reply(event["conversation"], Reply(said))
+
+
+async def test_a_command_plays_an_episode_and_a_check_scores_it() -> None:
+    ask, check = [PYTHON, "ask.py", "{question}"], [PYTHON, "-c", CHECK]
+    assert await play(ask, check, "Six.") == 1.0
+    assert await play(ask, check, "Seven.") == 0.0
+    for command, words in (
+        (["/no/such/program"], "must start|must be a program"),
+        ([PYTHON, "-c", "pass"], "the check must exit with 0 or 1|at least one message"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            await play(command, [PYTHON, "-c", "import sys; sys.exit(2)"], "Six.")
