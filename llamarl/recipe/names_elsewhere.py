@@ -156,7 +156,7 @@ NOT_HERE = {
     "hub_token hub_strategy hub_private_repo log_completions_hub_repo",
     "llamarl starts the processes itself (cluster)": "ray ray_init ray_kwargs nproc_per_node "
     "num_processes torchrun",
-    "training draws from the policy's own distribution, which the loss needs": "min_p "
+    "training draws from the policy's own distribution, which the loss needs": ""
     "repetition_penalty presence_penalty frequency_penalty num_beams do_sample generation_kwargs "
     "vllm_structured_outputs_regex structured_outputs structured_outputs_regex "
     "vllm_guided_decoding_regex guided_decoding_regex guided_decoding",

@@ -169,7 +169,7 @@ def test_a_reason_names_only_keys_and_pages_that_exist() -> None:
         ("generator=sglang", "got 'sglang': new weights are copied into"),
         ("trainer=megatron", "got 'megatron': the trainer is sharded by FSDP2"),
         ("trainer.optimizer=adam", "one of adamw, sgd, got 'adam' (did you mean adamw?)"),
-        ("sampling.min_p=0.1", "min_p must be a known key, got an unknown one: training draws"),
+        ("sampling.presence_penalty=1", "must be a known key, got an unknown one: training draws"),
     ],
 )
 def test_an_argument_for_another_framework_is_answered_in_one_line(

@@ -74,6 +74,18 @@ async def test_commands_share_a_folder_and_their_ends_are_told(way: str) -> None
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("has_model", [True, False])
+async def test_a_program_that_does_not_exist_is_no_failed_check(way: str, has_model: bool) -> None:
+    async with opened(way) as sandbox:
+        run = sandbox.run(["/no/such/program"], {}, 9.0, has_model=has_model)
+        if way != "plain":
+            assert (await run).exit_code == 127
+        else:
+            with pytest.raises(RuntimeError, match="/no/such/program"):
+                await run
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
 async def test_files_are_neither_written_nor_read_outside_of_the_folder(
     way: str, tmp_path: Path
 ) -> None:
@@ -166,6 +178,7 @@ async def test_what_a_program_leaves_behind_ends_with_it(way: str) -> None:
         (Ran(exit_code=0, stdout="fine"), 1.0),
         (Ran(exit_code=2, stderr="no module"), "got exit code 2: no module"),
         (Ran(exit_code=137), "got exit code 137"),
+        (Ran(exit_code=1, stderr="Traceback (most recent call last):\nOSError"), "got exit code 1"),
         (Ran(exit_code=None, ended_for="time"), "got too much time"),
     ],
 )

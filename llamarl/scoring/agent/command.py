@@ -22,6 +22,7 @@ from llamarl.scoring.sandbox.sandboxes import MIB, LocalSandbox, Sandbox, Sandbo
 ROW_FILES = "files"  # of a prompt's row: texts by path
 MAX_FILES_BYTES = 16 * MIB  # that are carried to each host
 SHOWN_CHARS = 2000
+TRACEBACK = "Traceback (most recent call last):"
 Files = Mapping[str, str]
 """Files by their paths, in base64."""
 
@@ -111,9 +112,8 @@ class CommandEnvironment(AgentEnvironment):
                 raise RuntimeError(f"the agent must start, got {_shown(ran)}")
             await _put(sandbox, spec.check_files)
             row_text = json.dumps(row, default=str)
-            checked = await sandbox.run(
-                filled(spec.check, row), {"LLAMARL_ROW": row_text}, spec.timeout_s
-            )
+            check, told = filled(spec.check, row), {"LLAMARL_ROW": row_text}
+            checked = await sandbox.run(check, told, spec.timeout_s, has_model=False)
             return reward_of(checked)
         finally:
             await sandbox.stop()
@@ -134,8 +134,10 @@ def variables(url: str) -> dict[str, str]:
 
 
 def reward_of(ran: Ran) -> float:
-    """Return the reward of a check. Raises RuntimeError if it has given none."""
-    if ran.ended_for or ran.exit_code not in (0, 1):
+    """Return the reward of a check. Raises RuntimeError if it has given none: Python too exits with
+    1 where a program breaks, which is no wrong answer."""
+    is_broken = ran.exit_code == 1 and TRACEBACK in ran.stderr
+    if ran.ended_for or is_broken or ran.exit_code not in (0, 1):
         end = f"too much {ran.ended_for}" if ran.ended_for else f"exit code {ran.exit_code}"
         raise RuntimeError(f"the check must exit with 0 or 1, got {end}: {_shown(ran)}")
     lines = ran.stdout.strip().splitlines()

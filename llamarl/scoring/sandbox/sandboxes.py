@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from urllib.parse import urlsplit
 
 from llamarl.scoring.sandbox import forwarder
 from llamarl.scoring.sandbox.containers import END_S, Ran, interpreter, missing
-from llamarl.scoring.sandbox.forwarder import pump
 from llamarl.scoring.sandbox.limits import below, disk_bytes, in_group, memory_bytes, num_threads
 from llamarl.scoring.user_code.watchdog import end_descendants
 
@@ -65,9 +64,15 @@ class Sandbox(Protocol):
         """Make the sandbox and its empty folder."""
 
     async def run(
-        self, command: Sequence[str], environment: Mapping[str, str], timeout_s: float
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        timeout_s: float,
+        *,
+        has_model: bool = True,
     ) -> Ran:
-        """Run a command in the folder; it is ended after `timeout_s`, or beyond a limit."""
+        """Run a command in the folder, which reaches the model's server if it `has_model`; it is
+        ended after `timeout_s`, or beyond a limit."""
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file at this path in the folder."""
@@ -115,13 +120,18 @@ class LocalSandbox:
             self._relay = await asyncio.start_unix_server(self._pass_on, str(path))
 
     async def run(
-        self, command: Sequence[str], environment: Mapping[str, str], timeout_s: float
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        timeout_s: float,
+        *,
+        has_model: bool = True,
     ) -> Ran:
         home = INSIDE if self._has_namespaces else str(self._files)
         variables = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
         variables |= {"HOME": home, "TMPDIR": "/tmp" if self._has_namespaces else home}
         variables |= {MARK: self._mark, **environment}
-        run = partial(self._run, [*command], variables, timeout_s)
+        run = partial(self._run, [*command], variables, timeout_s, has_model=has_model)
         return await asyncio.get_running_loop().run_in_executor(THREADS, run)
 
     async def write(self, path: str, data: bytes) -> None:
@@ -165,13 +175,13 @@ class LocalSandbox:
         """Connect a program to the server of its model."""
         address = urlsplit(self.url)
         out_reader, out_writer = await asyncio.open_connection(address.hostname, address.port)
-        await asyncio.gather(pump(reader, out_writer), pump(out_reader, writer))
+        await asyncio.gather(_pump(reader, out_writer), _pump(out_reader, writer))
 
     def _seen(self) -> list[str]:
         """Return the paths that a program may read, besides its folder."""
         return [*dict.fromkeys((*SYSTEM, sys.base_prefix, sys.prefix, *self.readable))]
 
-    def _wrapped(self) -> list[str]:
+    def _wrapped(self, *, has_model: bool) -> list[str]:
         """Return bubblewrap's command, up to that of the program."""
         assert self._folder is not None
         words = ["bwrap", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -183,14 +193,26 @@ class LocalSandbox:
                 words += ["--symlink", os.readlink(path), path]
             elif os.path.exists(path):
                 words += ["--ro-bind", path, path]
-        words += ["--bind", str(self._files), INSIDE]
+        words += ["--bind", str(self._files), INSIDE, "--chdir", INSIDE]
+        if not has_model:  # the shell exits with 127 where there is no such program
+            return [*words, "--", "/bin/sh", "-c", 'exec "$@"', "sh"]
         words += ["--ro-bind", str(self._folder / "way"), WAY_OUT]
-        words += ["--ro-bind", str(FORWARDER), f"{WAY_OUT}.py", "--chdir", INSIDE, "--"]
+        words += ["--ro-bind", str(FORWARDER), f"{WAY_OUT}.py", "--"]
         port = urlsplit(self.url).port
         return [*words, interpreter(), "-I", "-S", f"{WAY_OUT}.py", f"{WAY_OUT}/socket", str(port)]
 
-    def _run(self, command: list[str], environment: Mapping[str, str], timeout_s: float) -> Ran:
-        program = self._start_program(command, environment)
+    def _run(
+        self,
+        command: list[str],
+        environment: Mapping[str, str],
+        timeout_s: float,
+        *,
+        has_model: bool,
+    ) -> Ran:
+        if self.contained and not self._has_namespaces:
+            program = self._start_in_sandlock(command, environment, has_model=has_model)
+        else:
+            program = self._start_program(command, environment, has_model=has_model)
         self._programs.add(program)
         try:
             out, err = _Tail(program.stdout), _Tail(program.stderr)
@@ -207,12 +229,13 @@ class LocalSandbox:
             program.stdout.close()
             program.stderr.close()
 
-    def _start_program(self, command: list[str], environment: Mapping[str, str]) -> _Program:
-        if self.contained and not self._has_namespaces:
-            return self._start_in_sandlock(command, environment)
+    def _start_program(
+        self, command: list[str], environment: Mapping[str, str], *, has_model: bool
+    ) -> _Program:
+        wrapped = self._wrapped(has_model=has_model) if self._has_namespaces else []
         try:
             process = subprocess.Popen(
-                [*self._wrapped(), *command] if self._has_namespaces else command,
+                [*wrapped, *command],
                 cwd=self._files,
                 env={**environment},
                 stdin=subprocess.DEVNULL,
@@ -233,14 +256,16 @@ class LocalSandbox:
         is_whole = self._has_namespaces
         return _Program(process.pid, process.stdout, process.stderr, wait, is_whole)
 
-    def _start_in_sandlock(self, command: list[str], environment: Mapping[str, str]) -> _Program:
+    def _start_in_sandlock(
+        self, command: list[str], environment: Mapping[str, str], *, has_model: bool
+    ) -> _Program:
         import sandlock  # here, for it is an extra
 
         address = urlsplit(self.url)
         sandbox = sandlock.Sandbox(
             fs_readable=[path for path in self._seen() if os.path.exists(path)],
             fs_writable=[str(self._files), os.devnull],
-            net_allow=[f"tcp://{address.hostname}:{address.port}"],
+            net_allow=[f"tcp://{address.hostname}:{address.port}"] * has_model,
             max_processes=self.limits.num_processes,
             clean_env=True,
             env={**environment},
@@ -289,6 +314,14 @@ class LocalSandbox:
         and keep open."""
         most = self.limits.disk_bytes
         return "disk" if disk_bytes(str(self._files), {*pids}, most) > most else ""
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass on what comes, until it ends."""
+    with closing(writer), suppress(ConnectionError):
+        while data := await reader.read(READ_BYTES):
+            writer.write(data)
+            await writer.drain()
 
 
 def _end_marked(mark: str) -> None:

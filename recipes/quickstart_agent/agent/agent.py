@@ -1,10 +1,11 @@
 """An agent that knows nothing of training: it solves a task with a model and a tool, and leaves the
 result in a file."""
 
+import http.client
 import json
 import os
 import sys
-import urllib.request
+from urllib.parse import urlsplit
 
 CALCULATOR = {
     "type": "function",
@@ -20,16 +21,18 @@ CALCULATOR = {
 }
 
 
-def ask(messages):
+def ask(messages: list[dict]) -> dict:
     """Return the model's next message."""
     body = json.dumps({"model": "policy", "messages": messages, "tools": [CALCULATOR]}).encode()
-    headers = {"Content-Type": "application/json"}
-    url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as response:
-        return json.load(response)["choices"][0]["message"]
+    url = urlsplit(os.environ["OPENAI_BASE_URL"])
+    connection = http.client.HTTPConnection(url.hostname, url.port)
+    connection.request("POST", f"{url.path}/chat/completions", body)
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    return json.load(response)["choices"][0]["message"]
 
 
-def multiply(expression):
+def multiply(expression: str) -> str:
     """Return the product, or what is wrong with the expression."""
     try:
         left, right = expression.split("*")
