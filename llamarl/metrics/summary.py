@@ -118,18 +118,20 @@ class ArchivedRollouts:
     losses: dict[int, float] = field(default_factory=dict)  # of held-out demonstrations, the same
 
     def add(self, line: dict[str, Any]) -> None:
-        """Count one retired rollout."""
+        """Count one retired rollout; of a further conversation of an episode, the versions and ages
+        of its tokens alone."""
+        is_first = "conversation" not in line
         if line["outcome"] == "trained":
             self.versions.add(line["version"])
-            self.num_trained += 1
+            self.num_trained += is_first
             versions = {version for version, _ in line["spans"]}
-            self.num_mixed += len(versions) > 1
+            self.num_mixed += len(versions) > 1 and is_first
             self.ages |= {line["version"] - v for v in versions if v >= line["oldest_version"]}
         elif line["outcome"] == "dropped" and not line.get("left_out"):
             self.dropped[line["reason"]].add(line["group_id"])  # the rest of which was not trained
         elif line["outcome"] == "evaluated" and "loss" in line:
             self.losses[line["version"]] = float(line["loss"])
-        elif line["outcome"] == "evaluated":
+        elif line["outcome"] == "evaluated" and is_first:
             reward = line["reward"] or 0.0  # null: it failed
             correct = line.get("correct", reward >= 1.0)
             prompt = line.get("held_out"), line["prompt_id"]

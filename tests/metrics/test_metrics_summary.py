@@ -317,3 +317,11 @@ def test_texts_of_metrics_jsonl_take_no_memory(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20, "of 16 MiB: a line at a time"
     finally:
         tracemalloc.stop()
+
+
+def test_further_conversations_of_an_episode_are_no_rollouts(run_dir):
+    before = summarize(run_dir)
+    further = {"episode": 1, "conversation": 2}
+    lines = [trained(2, [[2, 5]]) | further, evaluated(2, 2, None) | further]
+    write_lines(run_dir / "archive" / "rollouts-2.jsonl", lines)
+    assert summarize(run_dir) == before
