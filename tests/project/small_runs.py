@@ -97,6 +97,10 @@ def check_planner_external(found: Found) -> None:
     assert found["generator, H20-96GB: not confirmed"]["rows"] > 0
 
 
+def check_turns(found: Found) -> None:
+    check_times(found["2 at once"])
+
+
 def check_sft(found: Found) -> None:
     assert found[""]["vs_trl"] is None
     check_times(found["llamarl"])
@@ -185,6 +189,7 @@ BENCHES: dict[str, Bench] = {  # by program, and what is run of it
         ["--quick", "--rounds=1", "--tokens", "16", "512", "--units=1", "--consumers=2"],
         check_store,
     ),
+    "bench_turns": (["--rounds=1", "--episodes=2", "--turns=2", "--token-ms=0"], check_turns),
     "bench_training": (["--rounds=1", "--widths", "128", "256"], check_training),
     "bench_weights": (["--quick"], check_weights),
     "soak": (["--steps=80"], check_soak),
