@@ -26,7 +26,7 @@ from llamarl import __version__
 from llamarl.core.config import DataConfig, RewardConfig
 from llamarl.core.fields import DAY_S
 from llamarl.core.files import read_object
-from llamarl.core.records import Prompt
+from llamarl.core.records import Prompt, read_json
 from llamarl.model.prompt_rules import DROPPED, TRUNCATED, PromptRules, no_tools
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 from llamarl.prompts.demonstrations import DemonstrationRules
@@ -160,7 +160,7 @@ def load(setup: dict[str, Any]) -> Callable[..., dict[str, Any]]:
         tokenizer=load_tokenizer(setup["tokenizer"], data.chat_template_kwargs, data.date),
         limit=setup["limit"],
         kinds=as_kinds(setup["kinds"]),
-        reward=None if reward is None else RewardConfig(**reward),
+        reward=None if reward is None else read_json(RewardConfig, reward),
         has_answers=setup["has_answers"],
     ).rules()
 

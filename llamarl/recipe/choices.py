@@ -11,9 +11,12 @@ import yaml
 from llamarl.core import config as schema
 from llamarl.publish.transports.routes import TRANSPORTS
 from llamarl.recipe.reference import Choice, default_of
+from llamarl.scoring import judge
 from llamarl.scoring.rewards import REWARDS
 from llamarl.trainer.losses import algorithms
 
+REWARD_VALUES = {judge.NAME: {"timeout_s": 300.0}}
+"""What a choice of `reward` sets beside its function: a judge is asked again when it fails."""
 CHOICES: dict[str, dict[str, Choice]] = {
     "algorithm": {name: Choice(options) for name, options in algorithms().items()},
     "cluster": {
@@ -29,7 +32,10 @@ CHOICES: dict[str, dict[str, Choice]] = {
         "disaggregated": Choice(schema.PlacementConfig),
         "colocated": Choice(schema.PlacementConfig, {"colocated": True}),
     },
-    "reward": {name: Choice(schema.RewardConfig, {"functions": [name]}) for name in REWARDS},
+    "reward": {
+        name: Choice(schema.RewardConfig, {"functions": [name], **REWARD_VALUES.get(name, {})})
+        for name in REWARDS
+    },
     "trainer": {
         "native": Choice(schema.TrainerConfig),
         "transformers": Choice(schema.TransformersConfig),

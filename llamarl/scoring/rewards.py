@@ -16,6 +16,7 @@ from llamarl.core.config.inputs import ENVIRONMENT, LARGEST, OF_EPISODE
 from llamarl.core.extensions import FILE, TaskSource, find, load_module
 from llamarl.core.fields import require, require_choice
 from llamarl.core.records import FinishReason, Prompt, finish_reason
+from llamarl.scoring import judge
 from llamarl.scoring.reward_functions import (
     expected_answer,
     find_exact,
@@ -53,7 +54,7 @@ def find_math(completion: str, config: RewardConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """A reward by its name: `function`, unless task.py or the environment gives it, and
+    """A reward by its name: `function`, unless task.py, the environment or a judge gives it, and
     `find_answer`, which finds the answer in a completion and makes an expected answer necessary in
     each prompt's row, as `needs_tests` does tests. `reward.pattern` needs at least `num_groups`
     groups (None: the reward does not use it)."""
@@ -69,6 +70,7 @@ REWARDS = {
     "exact": Shipped(reward_exact, find_exact, num_groups=1),
     "format": Shipped(reward_format, num_groups=0),
     "code": Shipped(reward_code, needs_tests=True),
+    judge.NAME: Shipped(),
     TASK: Shipped(),
     OF_GROUP: Shipped(),
     ENVIRONMENT: Shipped(),
@@ -93,6 +95,8 @@ def load_functions(config: RewardConfig, task_source: TaskSource | None) -> dict
     for name, shipped in _shipped(config):
         if shipped.function is not None:
             functions[name] = shipped.function
+        elif name == judge.NAME:
+            functions[name] = judge.Judge(config).reward
         elif name in OWN:
             assert task_source is not None, f"reward.functions=[{name}] comes with a task.py"
             own = own or load_module(task_source)
@@ -111,6 +115,8 @@ def check_rewards(config: RewardConfig) -> None:
     for name in config.functions:
         if not name.startswith(OF_EPISODE):
             require_choice("reward.functions", name, REWARDS)
+    if judge.NAME in config.functions:
+        judge.check_judge(config)
     for name, shipped in _shipped(config):
         if shipped.num_groups is None:
             continue
@@ -146,8 +152,8 @@ def check_pattern(config: RewardConfig, special_tokens: Collection[str]) -> None
 
 
 def check_answer(config: RewardConfig, prompt: Prompt) -> None:
-    """Raise ValueError, one line, if the row of a prompt lacks the expected answer or the tests
-    that a reward needs."""
+    """Raise ValueError, one line, if the row of a prompt lacks the expected answer, the tests or
+    the fields that a reward needs."""
     needed = [shipped for _, shipped in _shipped(config)]
     try:
         if any(each.find_answer for each in needed):
@@ -157,6 +163,8 @@ def check_answer(config: RewardConfig, prompt: Prompt) -> None:
                 raise ValueError(f"{must}, got {text!r}")
         if any(each.needs_tests for each in needed):
             read_tests(prompt, config)
+        if judge.NAME in config.functions:
+            judge.question(config, prompt, "")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(error.args[0].partition(": ")[2]) from error
 

@@ -12,7 +12,7 @@ import numpy as np
 from llamarl.core.config import RewardConfig
 from llamarl.core.extensions import load_module
 from llamarl.core.groups import REASON
-from llamarl.core.records import Prompt, StageStatus
+from llamarl.core.records import Prompt, StageStatus, read_json
 from llamarl.scoring import rewards
 from llamarl.scoring.stages import GROUP, Drop, Stage, from_data
 from llamarl.scoring.user_code.calls import (
@@ -40,7 +40,7 @@ def load(setup: dict[str, Any]) -> Callable[..., Answer | Coroutine[Any, Any, An
         function = getattr(load_module(source), stage.run)
         is_coroutine = inspect.iscoroutinefunction(function)
     else:
-        config = RewardConfig(**setup["reward"])
+        config = read_json(RewardConfig, setup["reward"])
         functions = rewards.load_functions(config, source)
         function = rewards.make_score(functions, config)
         is_coroutine = any(map(inspect.iscoroutinefunction, functions.values()))

@@ -40,9 +40,16 @@ from llamarl.core.records import (
 )
 from llamarl.metrics.span import Spans
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
+from llamarl.scoring import judge
 from llamarl.scoring.rewards import ANSWER, NO_ANSWER, read_extra
 from llamarl.scoring.stages import GROUP, Stage, as_data
-from llamarl.scoring.user_code.pool import Call, Failure, UserCode, WorkerPool
+from llamarl.scoring.user_code.pool import (
+    MAX_COROUTINES,
+    Call,
+    Failure,
+    UserCode,
+    WorkerPool,
+)
 from llamarl.scoring.user_code.worker import MAX_ANSWER_BYTES
 from llamarl.storage.archive import as_cell
 from llamarl.storage.client import RecordingStore
@@ -166,6 +173,7 @@ class StageWorker(Worker, Processor):
         self._spec, stage, reward = spec, spec.stage, spec.reward
         computed = [column for column in stage.writes if column.name not in RECORDED]
         functions = reward.functions if reward is not None else ()
+        asks_judge = judge.NAME in functions
         self._parts = {name: f"part_{number}" for number, name in enumerate(functions)}
         aside = [*map(Column, self._parts.values())]
         if reward is not None:
@@ -187,6 +195,8 @@ class StageWorker(Worker, Processor):
             timeout_s=stage.timeout_s,
             label=f"stage {stage.name}" if reward is None else "reward",
             keys="its " if reward is None else "reward.",
+            # A call that waits for its turn with a judge waits in the pool, as its time runs here.
+            max_calls=reward.judge.max_requests if reward and asks_judge else MAX_COROUTINES,
         )
         self._pool = WorkerPool(code, stage.workers, self._read_answer)
         self._failures = FailureRate(stage.max_failure_rate, code.label, code.keys)

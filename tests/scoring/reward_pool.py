@@ -51,7 +51,9 @@ class RewardPool:
             label="reward",
             keys="reward.",
         )
-        self._pool: WorkerPool[list[float]] = WorkerPool(code, config.num_workers, self._read)
+        self._pool: WorkerPool[tuple[list[float], dict[str, float]]] = WorkerPool(
+            code, config.num_workers, self._read
+        )
 
     async def start(self) -> None:
         """Start the processes."""
@@ -66,12 +68,16 @@ class RewardPool:
                 failed = StageResult(row_id=item.row_id, status=found.status, error=found.error)
                 results.append(failed)
                 continue
-            reward, *parts, _ = found
+            (reward, *parts, _), extra = found
             named = dict(zip(self._functions, parts, strict=True))
             is_correct = parts[0] >= self._correct_at
             results.append(
                 StageResult(
-                    row_id=item.row_id, numbers={REWARD: reward}, parts=named, correct=is_correct
+                    row_id=item.row_id,
+                    numbers={REWARD: reward},
+                    parts=named,
+                    correct=is_correct,
+                    extra=extra,
                 )
             )
         return results
@@ -85,12 +91,11 @@ class RewardPool:
         """Of the workers."""
         return self._pool.pids
 
-    def _read(self, call: Call, answer: dict[str, Any]) -> list[float]:
+    def _read(self, call: Call, answer: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
         (row,) = answer["rows"]
         assert len(call.arguments) == 2
         *numbers, extra = row
-        assert not read_extra(extra)
-        return [float(number) for number in numbers]
+        return [float(number) for number in numbers], read_extra(extra)
 
 
 @asynccontextmanager

@@ -11,7 +11,13 @@ from llamarl.core.config.generator import (
     SamplingConfig,
     VllmConfig,
 )
-from llamarl.core.config.inputs import DataConfig, EnvironmentConfig, ModelConfig, RewardConfig
+from llamarl.core.config.inputs import (
+    DataConfig,
+    EnvironmentConfig,
+    JudgeConfig,
+    ModelConfig,
+    RewardConfig,
+)
 from llamarl.core.config.run import (
     Config,
     ExperienceConfig,

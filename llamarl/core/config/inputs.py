@@ -216,9 +216,47 @@ class EnvironmentConfig(Section):
 
 ENVIRONMENT = "environment"  # the reward that an episode's environment gives
 OF_EPISODE = f"{ENVIRONMENT}."  # before the name of a function of episode_rewards
+JUDGE_PROMPT = """How good is this answer, from 0 (useless or wrong) to 1 (complete and correct)?
+
+Question: {prompt}
+
+Answer: {completion}
+
+Think briefly, then end with a line of the form "Score: 0.5"."""
 LARGEST = 1e9
 """The largest absolute value of a reward: squares of gradients that it scales must not overflow
 float32."""
+
+
+@dataclass(kw_only=True)
+class JudgeConfig(Section):
+    """The reward `judge`: a model behind an OpenAI-compatible endpoint, which is asked about each
+    completion. The run's metrics have the means of its seconds, tokens and retries."""
+
+    key = "reward.judge"
+
+    url: str = ""
+    """Address of the endpoint, to which /chat/completions is added."""
+    model: str = ""
+    """Name of the model there."""
+    key_variable: str = "OPENAI_API_KEY"
+    """The environment variable with the endpoint's key, which no file of the run has."""
+    prompt: str = JUDGE_PROMPT
+    """What the judge is asked. {completion} is the completion, {prompt} the whole prompt as text,
+    and any other {field} that of the prompt's row; other braces are doubled."""
+    pattern: str = r"Score: *([-+]?[0-9]+(?:\.[0-9]+)?)"
+    """Regular expression whose last match in the judge's answer has the reward in group 1. An
+    answer without one is a failed reward."""
+    options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0, "max_tokens": 1024})
+    """Further fields of the request; null leaves one out. An answer that reaches `max_tokens` is a
+    failed reward."""
+    max_requests: int = number(32, least=1, most=4096)
+    """Requests at once, from each of reward.num_workers processes."""
+    timeout_s: float = number(30.0, above=0, most=DAY_S)
+    """Longest time of one request; reward.timeout_s is for all attempts together."""
+    max_retries: int = number(4, least=0, most=100)
+    """How often a request is repeated that found no server, a busy or a broken one, or ran out of
+    time. The waits double from half a second to eight, unless the server says how long."""
 
 
 @dataclass(kw_only=True)
@@ -227,11 +265,12 @@ class RewardConfig(Section):
 
     functions: list[str] = field(default_factory=lambda: ["math"])
     """Reward functions: math | exact | format | code (the program in the completion passes tests) |
-    task (`reward` of the recipe's own task.py) | group (`group_reward` there, which scores all
-    rollouts of a prompt at once) | environment (what the episode's environment gives, and
-    `episode_reward` of task.py) | environment.NAME (the function NAME of the list `episode_rewards`
-    of task.py, a reward of its own). In an episode the others get the model's last turn. Accuracy
-    is the share of completions to which the first one gives `correct_at` or more."""
+    judge (what the model of `judge` thinks of it) | task (`reward` of the recipe's own task.py) |
+    group (`group_reward` there, which scores all rollouts of a prompt at once) | environment (what
+    the episode's environment gives, and `episode_reward` of task.py) | environment.NAME (the
+    function NAME of the list `episode_rewards` of task.py, a reward of its own). In an episode the
+    others get the model's last turn. Accuracy is the share of completions to which the first one
+    gives `correct_at` or more."""
     weights: list[float] = field(
         default_factory=lambda: [1.0], metadata={"least": -1e6, "most": 1e6}
     )
@@ -269,6 +308,7 @@ class RewardConfig(Section):
     purpose."""
     program_s: float = number(5.0, above=0, most=DAY_S)
     """Longest time of one program; a reward's `timeout_s` is for all its programs."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
     @property
     def episode_rewards(self) -> list[str]:
