@@ -25,7 +25,7 @@ DECLARED = {
     requirement.name: requirement.specifier
     for requirement in map(Requirement, PROJECT["dependencies"])
 }
-OPTIONAL = {"vllm", "wandb", "mlflow", "trackio", "sandlock", "triton"}
+OPTIONAL = {"openai", "vllm", "wandb", "mlflow", "trackio", "sandlock", "triton"}
 
 
 def test_what_is_imported_is_declared() -> None:

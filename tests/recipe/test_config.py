@@ -33,6 +33,7 @@ GPUS = ["generator.device=cuda", "trainer.device=cuda"]
 NEEDS = {
     "cuda_ipc": GPUS,
     "environment": ["environment.tools=[task]", "data.chat=true"],
+    "judge": ["reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m"],
     "distill": ["algorithm.teacher=folder"],
 }
 
