@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from enum import StrEnum
@@ -102,6 +103,25 @@ def value_at(row: Mapping[str, Any], field: str) -> Any:
             raise KeyError(field)
         value = value[name]
     return value
+
+
+class _Template(string.Formatter):
+    """Fills {field} with the value of a row's field, as `value_at` finds it."""
+
+    def get_field(
+        self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, str]:
+        return value_at(kwargs, field_name), field_name
+
+
+def filled(template: str, row: Mapping[str, Any], key: str) -> str:
+    """Return the text with the values of fields, which `value_at` finds, in place of {field}.
+    Raises ValueError, which names the config key, if the row lacks one."""
+    try:
+        return _Template().vformat(template, (), row)
+    except (KeyError, ValueError, TypeError) as error:
+        must = "name fields of the prompt's row in braces, and double other braces"
+        raise ValueError(f"{key} must {must}, got {error!r:.80}") from error
 
 
 def find_value(row: Mapping[str, Any], field: str) -> Any:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import string
 import time
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llamarl.core.config import RewardConfig
 from llamarl.core.fields import require
-from llamarl.core.records import Prompt, value_at
+from llamarl.core.records import Prompt, filled
 from llamarl.scoring.user_code.calls import InvalidRewardError, shown
 
 if TYPE_CHECKING:
@@ -24,26 +22,14 @@ KEY = f"reward.{NAME}"
 NO_KEY = "none"  # for a server that asks for none; the client wants a text
 
 
-class _Template(string.Formatter):
-    """Fills {field} with the value of a data row's field, as `value_at` finds it."""
-
-    def get_field(
-        self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, str]:
-        return value_at(kwargs, field_name), field_name
-
-
 def question(config: RewardConfig, prompt: Prompt, completion: str) -> str:
-    """Return what the judge is asked about a completion. Raises ValueError if the template names a
-    field that the row lacks."""
+    """Return what the judge is asked about a completion. Raises ValueError, which begins with the
+    line number, if the template names a field that the row lacks."""
     known = {**prompt.fields, "prompt": prompt.text, "completion": completion}
-    template = config.judge.prompt
     try:
-        return _Template().vformat(template, (), known)
-    except (KeyError, ValueError, TypeError) as error:
-        must = "name prompt, completion or fields of the row in braces, and double other braces"
-        got = f"{type(error).__name__}: {error}"
-        raise ValueError(f"line {prompt.line}: {KEY}.prompt must {must}, got {got}") from error
+        return filled(config.judge.prompt, known, f"{KEY}.prompt")
+    except ValueError as error:
+        raise ValueError(f"line {prompt.line}: {error}") from error
 
 
 def check_judge(config: RewardConfig) -> None:

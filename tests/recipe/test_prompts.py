@@ -12,7 +12,7 @@ import pytest
 from pyarrow import ipc, parquet
 
 from llamarl.core.config import DataConfig, RewardConfig
-from llamarl.core.records import value_at
+from llamarl.core.records import filled, value_at
 from llamarl.model.tokenizer import load_tokenizer
 from llamarl.prompts import files
 from llamarl.prompts.files import cut_files, find_files, read_rows
@@ -314,3 +314,11 @@ def test_pieces_of_a_folder_give_its_rows(
 def test_a_folder_without_rows_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must hold \.jsonl, \.parquet, \.arrow files, got"):
         list(read_rows(tmp_path))
+
+
+def test_a_template_is_filled_with_fields_of_a_row() -> None:
+    row = {"question": "a {n}", "n": 3, "of": {"it": [1]}}
+    assert filled("{question} {n:>2}{{}} {of.it}", row, "k") == "a {n}  3{} [1]"
+    for wrong in ("{answer}", "{", "{question.x}", "{}", "{question.__class__}"):
+        with pytest.raises(ValueError, match=r"^k must name fields of the prompt's row in braces"):
+            filled(wrong, row, "k")

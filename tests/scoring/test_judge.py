@@ -224,7 +224,7 @@ def test_failures_of_a_judge_cannot_be_made_zeros() -> None:
 def test_a_template_that_a_row_cannot_fill_is_refused_with_its_line(template: str) -> None:
     config = judged_by("http://127.0.0.1:1/v1")
     config = replace(config, judge=replace(config.judge, prompt=template))
-    with pytest.raises(ValueError, match=r"reward\.judge\.prompt must name prompt, completion"):
+    with pytest.raises(ValueError, match=r"reward\.judge\.prompt must name fields"):
         check_answer(config, PROMPT)
     with pytest.raises(ValueError, match=r"^line 1: "):
         question(config, PROMPT, "x")

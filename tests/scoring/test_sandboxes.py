@@ -15,12 +15,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import yaml
 
-from llamarl.scoring.agent.command import AgentCommand, CommandEnvironment, filled, reward_of
+from llamarl.scoring.agent.command import AgentCommand, CommandEnvironment, reward_of
 from llamarl.scoring.agent.episode import AgentEpisode
 from llamarl.scoring.agent.turns import Reply
 from llamarl.scoring.sandbox.containers import Ran
 from llamarl.scoring.sandbox.sandboxes import MIB, LocalSandbox, SandboxLimits
+from tests.places import ROOT
 
 pytestmark = pytest.mark.full
 PYTHON = os.path.realpath(sys.executable)
@@ -190,12 +192,14 @@ def test_only_a_check_that_ends_as_one_gives_a_reward(ran: Ran, reward: float | 
         assert reward_of(ran) == reward
 
 
-def test_commands_are_filled_with_fields_of_the_row() -> None:
-    row = {"question": "a b", "n": 3}
-    assert filled(["x", "-t", "{question}", "{n}{{}}"], row) == ["x", "-t", "a b", "3{}"]
-    for wrong in ("{answer}", "{", "{question.x}"):
-        with pytest.raises(ValueError, match=r"^environment\.command must name fields of"):
-            filled([wrong], row)
+@pytest.mark.parametrize("way", CONTAINED, indirect=True)
+async def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(way: str) -> None:
+    async with opened(way) as sandbox:
+        await python(sandbox, "import os; os.mkfifo('check.py'); os.mkfifo('found')")
+        await asyncio.wait_for(sandbox.write("check.py", b"print(6)"), 20)
+        assert (await sandbox.run([PYTHON, "check.py"], {}, 60.0)).stdout == "6\n"
+        with pytest.raises(ValueError, match="must be a plain file"):
+            await asyncio.wait_for(sandbox.read("found"), 20)
 
 
 ASK = """
@@ -230,3 +234,15 @@ async def test_a_command_plays_an_episode_and_a_check_scores_it() -> None:
     ):
         with pytest.raises(RuntimeError, match=words):
             await play(command, [PYTHON, "-c", "import sys; sys.exit(2)"], "Six.")
+
+
+async def test_the_shipped_check_imports_nothing_that_the_agent_left() -> None:
+    recipe = ROOT / "recipes" / "quickstart_agent"
+    words = yaml.safe_load((recipe / "run.yaml").read_text())["environment"]["check_command"]
+    check = [PYTHON if word == "{python}" else word for word in words]
+    async with opened(CONTAINED[0]) as sandbox:
+        await sandbox.write("json.py", b"import sys; sys.exit(0)")
+        await sandbox.write("check.py", b"import json, sys; sys.exit(1)")
+        assert (await sandbox.run(check, {}, 60.0)).exit_code == 1
+        check.remove("-P")
+        assert (await sandbox.run(check, {}, 60.0)).exit_code == 0, "the deception works"

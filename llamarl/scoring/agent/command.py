@@ -14,6 +14,7 @@ from typing import Any
 
 from llamarl.core.config import EnvironmentConfig
 from llamarl.core.fields import require
+from llamarl.core.records import filled
 from llamarl.scoring.agent.environment import AgentEnvironment
 from llamarl.scoring.agent.server import MODEL
 from llamarl.scoring.sandbox.containers import Ran
@@ -77,16 +78,6 @@ def read_files(folder: Path, name: str | None, key: str) -> dict[str, str]:
     return found
 
 
-def filled(command: Sequence[str], row: Mapping[str, Any]) -> list[str]:
-    """Return the command with the row's fields in place of {field}. Raises ValueError for one that
-    the row lacks."""
-    try:
-        return [word.format_map({**row, "python": sys.executable}) for word in command]
-    except (KeyError, IndexError, AttributeError, ValueError) as error:
-        must = "name fields of the prompt's row in braces, and double other braces"
-        raise ValueError(f"environment.command must {must}, got {error!r:.80}") from None
-
-
 class CommandEnvironment(AgentEnvironment):
     """An environment that a command plays."""
 
@@ -105,14 +96,17 @@ class CommandEnvironment(AgentEnvironment):
             await _put(sandbox, spec.files)
             for path, text in (row.get(ROW_FILES) or {}).items():
                 await sandbox.write(path, str(text).encode())
-            ran = await sandbox.run(filled(spec.command, row), variables(url), math.inf)
+            known = {**row, "python": sys.executable}
+            command = [filled(word, known, "environment.command") for word in spec.command]
+            ran = await sandbox.run(command, variables(url), math.inf)
             if ran.ended_for:
                 raise RuntimeError(f"the agent must keep its limits, got too much {ran.ended_for}")
             if ran.exit_code == 127:  # the shell's and ours: no such program
                 raise RuntimeError(f"the agent must start, got {_shown(ran)}")
             await _put(sandbox, spec.check_files)
             row_text = json.dumps(row, default=str)
-            check, told = filled(spec.check, row), {"LLAMARL_ROW": row_text}
+            check = [filled(word, known, "environment.check_command") for word in spec.check]
+            told = {"LLAMARL_ROW": row_text}
             checked = await sandbox.run(check, told, spec.timeout_s, has_model=False)
             return reward_of(checked)
         finally:

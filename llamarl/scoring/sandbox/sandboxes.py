@@ -138,11 +138,15 @@ class LocalSandbox:
         place = place_in(self._files, path)
         self._refuse_links(place)
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(data)
+        new = place.with_name(secrets.token_hex(8))  # what is there may be a pipe, which blocks
+        new.write_bytes(data)
+        new.replace(place)
 
     async def read(self, path: str) -> bytes:
         place = place_in(self._files, path)
         self._refuse_links(place)
+        if place.exists() and not place.is_file():
+            raise ValueError(f"a file of a sandbox must be a plain file to be read, got {path}")
         return place.read_bytes()
 
     async def stop(self) -> None:
