@@ -338,6 +338,8 @@ class EpisodePart:
         result = replace(
             result, numbers=result.numbers | here, environment=episode.environment, observation=()
         )
+        for each in episode.conversations:  # the limits of single turns were the program's
+            each.request = replace(each.request, sampling=request.sampling)
         outputs = [_output(each, reason) for each in episode.conversations]
         first, further = outputs[0], tuple(each for each in outputs[1:] if len(each.written.ids))
         # The first conversation may have been given up before the model wrote in it.

@@ -53,6 +53,7 @@ from llamarl.recipe.prompt_inputs import (
     read_task,
     resolve,
 )
+from llamarl.scoring.agent.command import check_command
 from llamarl.scoring.definition import Kinds
 from llamarl.scoring.rewards import check_pattern
 from llamarl.scoring.sandbox.containers import lacking, missing
@@ -228,6 +229,8 @@ def read_inputs(
     else:
         read = partial(read_prompts, config, tokenizer, kinds, task_source, show=show)
         prompts, held_out = _read_all(config, read, needs_prompts=needs_prompts)
+    for prompt in (*prompts[:1], *held_out[:1]):
+        check_command(config.environment, prompt)
     if not config.algorithm.is_sft and any(is_chat(each, config.data) for each in prompts[:1]):
         _warn_of_endless_turns(config, tokenizer, architecture)
     replay_lengths = []

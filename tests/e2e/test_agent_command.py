@@ -41,6 +41,8 @@ def test_a_program_plays_episodes_that_are_scored_by_its_files(
     ("overrides", "words"),
     [
         (["environment.files=nothing"], "environment.files must be a folder, got"),
+        (["environment.command=['{nothing}']"], "environment.command must name fields of the"),
+        (["environment.check_command=['{']"], "environment.check_command must name fields of the"),
         (["environment.command=[]"], "environment.command must name a program with"),
         (["environment.tools=[task,agent]"], "environment.tools must have agent alone"),
         (["environment.tools=[]"], "environment.command must name a program with"),

@@ -202,6 +202,8 @@ def check_episode(lines: Sequence[dict[str, Any]], episode: Mapping[str, Any]) -
         assert line["prompt_id"] == lines[0]["prompt_id"]
         if number:
             assert line["conversation"] > 0
+    assert len({line["sampling"]["seed"] for line in lines}) == len(lines)
+    assert len({line["sampling"]["max_tokens"] for line in lines}) == 1, "a run's, not a turn's"
     if lines[0]["outcome"] == "trained" and not episode["own"]:
         assert len({line["advantage"] for line in lines}) == 1
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from llamarl.core.config import EnvironmentConfig
 from llamarl.core.fields import require
-from llamarl.core.records import filled
+from llamarl.core.records import Prompt, filled
 from llamarl.scoring.agent.environment import AgentEnvironment
 from llamarl.scoring.agent.server import MODEL
 from llamarl.scoring.sandbox.containers import Ran
@@ -78,6 +78,19 @@ def read_files(folder: Path, name: str | None, key: str) -> dict[str, str]:
     return found
 
 
+def check_command(config: EnvironmentConfig, prompt: Prompt) -> None:
+    """Raise ValueError if one of the commands names a field that this prompt's row lacks."""
+    words_of(config.command, prompt.fields, "environment.command")
+    words_of(config.check_command, prompt.fields, "environment.check_command")
+
+
+def words_of(command: Sequence[str], row: Mapping[str, Any], key: str) -> list[str]:
+    """Return the command with the row's fields, and this Python, in their places. Raises ValueError
+    as `filled` does."""
+    known = {**row, "python": sys.executable}
+    return [filled(word, known, key) for word in command]
+
+
 class CommandEnvironment(AgentEnvironment):
     """An environment that a command plays."""
 
@@ -96,8 +109,7 @@ class CommandEnvironment(AgentEnvironment):
             await _put(sandbox, spec.files)
             for path, text in (row.get(ROW_FILES) or {}).items():
                 await sandbox.write(path, str(text).encode())
-            known = {**row, "python": sys.executable}
-            command = [filled(word, known, "environment.command") for word in spec.command]
+            command = words_of(spec.command, row, "environment.command")
             ran = await sandbox.run(command, variables(url), math.inf)
             if ran.ended_for:
                 raise RuntimeError(f"the agent must keep its limits, got too much {ran.ended_for}")
@@ -105,7 +117,7 @@ class CommandEnvironment(AgentEnvironment):
                 raise RuntimeError(f"the agent must start, got {_shown(ran)}")
             await _put(sandbox, spec.check_files)
             row_text = json.dumps(row, default=str)
-            check = [filled(word, known, "environment.check_command") for word in spec.check]
+            check = words_of(spec.check, row, "environment.check_command")
             told = {"LLAMARL_ROW": row_text}
             checked = await sandbox.run(check, told, spec.timeout_s, has_model=False)
             return reward_of(checked)
