@@ -21,6 +21,7 @@ from llamarl.prompts.files import read_rows
 from llamarl.recipe.composition import compose, to_config
 from llamarl.recipe.hub import is_hub_name
 from llamarl.recipe.local_inputs import CHECKPOINT, HELD_OUT, PROMPTS, path_here
+from llamarl.scoring import judge
 from llamarl.scoring.rewards import REWARDS, TASK
 
 REWARD_CHOICES = [name for name in REWARDS if name != ENVIRONMENT]  # it has tools
@@ -46,6 +47,7 @@ ANSWER_FIELDS = (
     *("completion", "response"),
 )
 HALVES = ("input", "context")  # of a question, beside an instruction, as in Alpaca's rows
+JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "judge"}  # to be changed
 FORM = "Solve the problem step by step and put the final answer into \\boxed{}."
 CONTEXT = 1024  # tokens of prompt and completion, or what the model allows
 ANSWER_SHARE = 0.75  # of the context, at most
@@ -87,6 +89,8 @@ def new(arguments: list[str]) -> str:
     written = " and ".join(str(folder / name) for name in files)
     from_row = "" if row is not None else " (the rows are not here yet: change what differs)"
     plain = "" if options.chat or model is not None else "questions are plain text (else: --chat)\n"
+    asked = f"{judge.KEY} names {JUDGE['model']} at {JUDGE['url']}: change it to your judge\n"
+    plain += asked if options.reward == judge.NAME else ""
     what = ["question", "expected answer are"] if len(fields) > 1 else ["question is"]
     places = " and ".join(_place(field, row) for field in fields.values())
     small = ["cluster=inline", "num_steps=2", "trainer.groups_per_step=2", "algorithm.filters=[]"]
@@ -186,6 +190,7 @@ def _recipe(
     answer = fields.get("answer_field", ANSWER_FIELDS[0])
     settings = {} if answer == ANSWER_FIELDS[0] else {"answer_field": answer}
     settings |= {"pattern": "Answer: (.+)"} if REWARDS[reward].num_groups is not None else {}
+    settings |= {"judge": JUDGE} if reward == judge.NAME else {}
     recipe: dict[str, Any] = {
         "defaults": ["config", *({f"override /{k}": v} for k, v in groups.items()), "_self_"],
         "num_steps": 100,
