@@ -22,10 +22,10 @@ FLOORS: list[set[str]] = [
     {"generator", "prompts"},
     {"recipe"},
     {"controller"},
-    {"planner", "view"},
+    {"planner", "rehearsal", "view"},
     {"cli"},
 ]
-ANNEXES = {"planner", "view"}  # they see the rooms, and no room sees them
+ANNEXES = {"planner", "rehearsal", "view"}  # they see the rooms, and no room sees them
 RANK = {room: rank for rank, rooms in enumerate(FLOORS) for room in rooms}
 OUTSIDE = {"__init__", "__main__"}  # they lead to the commands
 FORBIDDEN_WORDS = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}

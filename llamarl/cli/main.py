@@ -27,6 +27,7 @@ from rich.console import Console
 from llamarl import __version__
 from llamarl.cli import new, reports, train
 from llamarl.cli.check import check
+from llamarl.cli.rehearse import rehearse
 from llamarl.cluster import ExecutorLost, exiting_process
 from llamarl.cluster.launch import RESUMABLE
 from llamarl.cluster.os_process import kept_log, show_warnings, take_any_letter
@@ -67,6 +68,7 @@ COMMANDS = {
     "evaluate": "score a checkpoint on held-out prompts",
     "plan": "say, on this CPU, whether a recipe fits its GPUs and how long a step takes",
     "check": "try the executors of a recipe on this machine, against what the CPU says",
+    "rehearse": "play its episodes without its model, with faults, and say what would go wrong",
     "graph": "print a recipe's dataflow: its stages, where they run, what goes between them",
     "launch": "print what starts a recipe on cluster.scheduler",
     "new": "write a recipe of ten lines for a model, data and a reward (new --help)",
@@ -96,7 +98,12 @@ OPTIONS = {  # of the commands that compose a recipe: name and value, what it do
 }
 RUN_OPTIONS = {"--multirun": "run every combination of comma-separated values"}
 REPORTS: dict[str, Callable[..., Any]]
-REPORTS = {"plan": reports.plan, "check": check, "graph": reports.graph}
+REPORTS = {
+    "plan": reports.plan,
+    "check": check,
+    "rehearse": rehearse,
+    "graph": reports.graph,
+}
 OWN_OPTIONS = {  # of each report: name of the option and of its value, what it does
     "plan": {
         "json": ("FILE", "plan: write the figures as JSON"),
@@ -105,6 +112,13 @@ OWN_OPTIONS = {  # of each report: name of the option and of its value, what it 
         "sweep": ("", "plan: try other splits of the GPUs between trainer and generators"),
     },
     "check": {},
+    "rehearse": {
+        "against": ("URL|FILE", "rehearse: let an endpoint play, or a run's archive/kept-0.jsonl"),
+        "policy": ("NAME", "rehearse: scripted (the default), or tiny: small random weights"),
+        "prompts": ("N", "rehearse: so many prompts (8)"),
+        "faults": ("NAME=SHARE,...", "rehearse: slow, fail, kill, drop, lose, commit; or none"),
+        "json": ("FILE", "rehearse: write the figures as JSON"),
+    },
     "graph": {
         "mermaid": ("FILE", "graph: write it as a picture in Mermaid's text"),
         "run": ("RUN", "graph: add rows, bytes and waiting, measured in this run's folder"),

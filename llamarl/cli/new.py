@@ -188,7 +188,7 @@ def _recipe(
     is_known = type(positions) is int and positions > 1
     context = min(CONTEXT, positions) if is_known else CONTEXT
     answer = fields.get("answer_field", ANSWER_FIELDS[0])
-    settings = {} if answer == ANSWER_FIELDS[0] else {"answer_field": answer}
+    settings: dict[str, Any] = {} if answer == ANSWER_FIELDS[0] else {"answer_field": answer}
     settings |= {"pattern": "Answer: (.+)"} if REWARDS[reward].num_groups is not None else {}
     settings |= {"judge": JUDGE} if reward == judge.NAME else {}
     recipe: dict[str, Any] = {

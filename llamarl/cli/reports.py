@@ -221,7 +221,7 @@ def plan(
     from llamarl.planner.recipe import forecast_one_side, forecast_recipe, timed
     from llamarl.planner.report import figures, memory_figures, render_memory, render_report
 
-    _check_writable("--json", json)
+    check_writable("--json", json)
     architecture = read_planned_architecture(config)
     if only is not None:
         require(not (trace or sweep), "--only", "come without --trace and --sweep", only)
@@ -250,7 +250,7 @@ def _say(console: Console, path: str | None, text: str, figures: dict[str, Any])
     """Print the text, and write the figures where they are asked for."""
     console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
     if path is not None:
-        _write("--json", path, dumps(figures, indent=2) + "\n")
+        write_text("--json", path, dumps(figures, indent=2) + "\n")
 
 
 def graph(config: Config, console: Console, *, mermaid: str | None, run: str | None) -> None:
@@ -260,7 +260,7 @@ def graph(config: Config, console: Console, *, mermaid: str | None, run: str | N
     """
     from llamarl.cli.graph import Dataflow, read_flows
 
-    _check_writable("--mermaid", mermaid)
+    check_writable("--mermaid", mermaid)
     found = read_graph(config, read_task(config))[0]
     executors = {name: name_executor(stage) for name, stage in found.stages.items()}
     places = place_executors(config, found)
@@ -268,17 +268,19 @@ def graph(config: Config, console: Console, *, mermaid: str | None, run: str | N
     dataflow = Dataflow(graph=found, executors=executors, places=places, flows=flows)
     console.print(dataflow.render(), markup=False, highlight=False, soft_wrap=True, end="")
     if mermaid is not None:
-        _write("--mermaid", mermaid, dataflow.draw())
+        write_text("--mermaid", mermaid, dataflow.draw())
 
 
-def _check_writable(flag: str, path: str | None) -> None:
+def check_writable(flag: str, path: str | None) -> None:
+    """Raise ValueError unless a file can be written where this option names one."""
     if path is not None:
         folder = Path(path).absolute().parent
         is_able = folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir()
         require(is_able, flag, "name a file in a folder that can be written to", path)
 
 
-def _write(flag: str, path: str, text: str) -> None:
+def write_text(flag: str, path: str, text: str) -> None:
+    """Write the file that an option names. Raises ValueError if that fails."""
     try:
         Path(path).write_text(text)
     except OSError as error:  # its permissions may be right all the same

@@ -242,22 +242,7 @@ class Specs:
         return (a.num_experts, a.num_chosen) == (b.num_experts, b.num_chosen)
 
     def _environment(self, index: int) -> EnvironmentSpec:
-        config, inputs = self.config, self.inputs
-        agent = None
-        if config.environment.command:
-            contained = config.reward.sandbox
-            agent = read_command(config.environment, config.recipe_dir, contained=contained)
-        return EnvironmentSpec(
-            agent=agent,
-            config=config.environment,
-            kinds=inputs.kinds,
-            limits=limits_of(config.reward),
-            task_source=inputs.task_source,
-            data=config.data,
-            tokenizer=inputs.tokenizer_folder,
-            socket=self._environment_socket(index),
-            rewards=config.reward.episode_rewards,
-        )
+        return environment_spec(self.config, self.inputs, self._environment_socket(index))
 
     def _environment_socket(self, index: int) -> str | None:
         folder = f"{self.run_dir}/.rendezvous-environment"
@@ -294,6 +279,26 @@ class Specs:
             reward=config.reward if stage.name == SCORE else None,
             has_openings=any(kind.is_kept for kind in inputs.kinds.values()),
         )
+
+
+def environment_spec(config: Config, inputs: Inputs, socket: str | None) -> EnvironmentSpec:
+    """Return the spec of an executor of environments, to which generators on its host connect at
+    this socket."""
+    agent = None
+    if config.environment.command:
+        contained = config.reward.sandbox
+        agent = read_command(config.environment, config.recipe_dir, contained=contained)
+    return EnvironmentSpec(
+        agent=agent,
+        config=config.environment,
+        kinds=inputs.kinds,
+        limits=limits_of(config.reward),
+        task_source=inputs.task_source,
+        data=config.data,
+        tokenizer=inputs.tokenizer_folder,
+        socket=socket,
+        rewards=config.reward.episode_rewards,
+    )
 
 
 def collector_spec(

@@ -52,9 +52,11 @@ NEEDED = {
     "check": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, *DATA_SETS, TEACHER),
     "evaluate": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, HELD_OUT, SETS),
     "plan": (CHECKPOINT, ADAPTER, TOKENIZER, ARCHITECTURE, PROMPTS, TEACHER),
+    "rehearse": (CHECKPOINT, TOKENIZER, ARCHITECTURE, PROMPTS),
 }
 """By command, the keys whose files it reads; the other commands read none."""
 RUNS = {"train", "sft", "evaluate"}
+WEIGHTS = RUNS | {"check"}  # the commands that read a checkpoint's
 README = "README.md"
 CONFIG_FILE = "config.json"
 LICENCES = ("LICENSE*", "NOTICE*")  # an export has them too
@@ -66,9 +68,9 @@ def with_local_files(
 ) -> tuple[Config, dict[str, Any]]:
     """Return `config` with paths for names, and by key each name with its commit.
 
-    Fetches what the command needs and the cache lacks: for `plan` no weights, and no prompts. A run
-    that resumes keeps its commits, wherever a branch is now, and the day that its chat template
-    says. ValueError, in one line, for a name that is wrong or cannot be had.
+    Fetches what the command needs and the cache lacks: for `plan` and `rehearse` no weights, for
+    `plan` no prompts. A run that resumes keeps its commits, wherever a branch is now, and the day
+    that its chat template says. ValueError, in one line, for a name that is wrong or cannot be had.
     """
     pinned: dict[str, Any] = {}
     saved = partial(_saved_config, config.checkpoint.resume, run_dir)
@@ -180,7 +182,7 @@ def _find(config: Config, command: str, key: str, name: HubName) -> tuple[Path, 
     else:
         choose = (CONFIG_FILE, END_FILE).__contains__ if key == ARCHITECTURE else is_text
         # An adapter's are few, and no adapter without them is read.
-        has_weights = key == ADAPTER or (key in (CHECKPOINT, TEACHER) and command != "plan")
+        has_weights = key == ADAPTER or (key in (CHECKPOINT, TEACHER) and command in WEIGHTS)
         find = partial(fetch_model, key, name, choose, has_weights=has_weights)
     has_architecture = key == CHECKPOINT and config.model.architecture is not None
     if command == "plan" and (key == PROMPTS or has_architecture):

@@ -213,11 +213,14 @@ class EnvironmentWorker(Worker, Environment):
     """The executor of environments. It has `config.num_workers` pools of one process each, since an
     episode stays in its process."""
 
+    service = "llamarl.scoring.episodes"
+    """The service of its processes."""
+
     def __init__(self, spec: EnvironmentSpec, *, rank: int, num_ranks: int, spans: Spans) -> None:
         self._spec, self._config = spec, spec.config
         self._work = WorkSpans(spans, "environment")
         code = UserCode(
-            service="llamarl.scoring.episodes",
+            service=self.service,
             setup={
                 "task_source": spec.task_source,
                 "tools": spec.config.tools,
@@ -286,6 +289,15 @@ class EnvironmentWorker(Worker, Environment):
         except UserCodeError as error:
             return replace(result, error=str(error), ends_run=True)
         return result
+
+    def conversation_of(self, row_id: int, number: int) -> tuple[int, TurnFormat]:
+        """Return the key in its process, and the format of the turns, of the conversation of this
+        number in an episode that is played here; it is 0 unless an agent plays."""
+        episode = self._episodes[row_id]
+        if episode.conversations is None:
+            return 0, episode.format
+        played = episode.conversations.played[number]
+        return played.key, played.format
 
     async def progress(self, turns: list[TurnItem]) -> None:
         """See `faces.Environment`."""

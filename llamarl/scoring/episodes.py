@@ -76,6 +76,9 @@ class Episode:
 class Episodes:
     """The episodes of one process. An instance is used again, after its `reset`."""
 
+    agent_kind = AgentEpisode
+    """The class of episodes that a program plays."""
+
     def __init__(
         self, defined: Defined, rewards: Sequence[str] = (), max_programs: int = 0
     ) -> None:
@@ -102,7 +105,7 @@ class Episodes:
         maker = self._defined.makers[kind]
         instance = self._free[kind].pop() if self._free[kind] else await self._runner.run(maker)
         if isinstance(instance, AgentEnvironment):
-            agent = AgentEpisode(instance, self._places)
+            agent = self.agent_kind(instance, self._places)
             await agent.start(prompt.fields)
             self._playing[row_id] = Episode(kind, instance, {}, prompt, agent=agent)
             return {"messages": None, "schemas": None}
@@ -145,13 +148,13 @@ class Episodes:
 
     async def wait(self, row_id: int, timeout_s: float) -> Answer:
         """Return the next events of an agent's episode, as `AgentEnvironment.wait` does."""
-        if (agent := self._agent(row_id)) is None:
+        if (agent := self.agent_of(row_id)) is None:
             return UNKNOWN
         return await agent.wait(timeout_s)
 
     async def reply(self, row_id: int, conversation: int, reply: dict[str, Any]) -> Answer:
         """Answer the request that waits in this conversation of an agent."""
-        if (agent := self._agent(row_id)) is None:
+        if (agent := self.agent_of(row_id)) is None:
             return UNKNOWN
         agent.reply(conversation, Reply(**reply))
         return {}
@@ -160,21 +163,21 @@ class Episodes:
         self, row_id: int, conversation: int, text: str, begins_in_thought: bool
     ) -> Answer:
         """Add text to a turn of an agent's that the model goes on with."""
-        if (agent := self._agent(row_id)) is None:
+        if (agent := self.agent_of(row_id)) is None:
             return UNKNOWN
         agent.stream(conversation, text, begins_in_thought=begins_in_thought)
         return {}
 
     async def counted(self, row_id: int, number: int, found: int | str) -> Answer:
         """Answer an agent's question for a number of tokens."""
-        if (agent := self._agent(row_id)) is None:
+        if (agent := self.agent_of(row_id)) is None:
             return UNKNOWN
         agent.counted(number, found)
         return {}
 
     async def refuse(self, row_id: int, conversation: int, code: str, why: str) -> Answer:
         """Refuse the request that waits in this conversation of an agent."""
-        if (agent := self._agent(row_id)) is None:
+        if (agent := self.agent_of(row_id)) is None:
             return UNKNOWN
         agent.refuse(conversation, too_long(why) if code == TOO_LONG else invalid(why))
         return {}
@@ -182,7 +185,7 @@ class Episodes:
     async def end(self, row_id: int, is_cut: bool) -> Answer:
         """End an agent's episode, which a limit has cut or its program has ended, as `finish` does.
         Returns "own_rewards" too, as [conversation, reward]."""
-        if (agent := self._agent(row_id)) is None:
+        if (agent := self.agent_of(row_id)) is None:
             return UNKNOWN
         reward, own = await agent.get_reward(is_cut=is_cut)
         episode = self._playing[row_id]
@@ -228,7 +231,7 @@ class Episodes:
                 episode.agent.abandon()
         return {}
 
-    def _agent(self, row_id: int) -> AgentEpisode | None:
+    def agent_of(self, row_id: int) -> AgentEpisode | None:
         """Return the episode of an agent, if this process plays it."""
         episode = self._playing.get(row_id)
         return None if episode is None else episode.agent
@@ -299,11 +302,13 @@ def _written(text: str, calls: Sequence[list[Any]]) -> Message:
     return written
 
 
-def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
-    """Return the worker's service: (prompt, name of a method of Episodes, its arguments) -> the
-    method's result, or {"status": str, "error": str} if the environment failed. `setup` names tools
-    as `environment.tools` does: those of the task.py `task_source`, and ready ones, whose programs
-    have `limits`."""
+def load(
+    setup: dict[str, Any], kind: type[Episodes] = Episodes
+) -> Callable[..., Coroutine[Any, Any, Answer]]:
+    """Return the worker's service: (prompt, name of a method of this kind of Episodes, its
+    arguments) -> the method's result, or {"status": str, "error": str} if the environment failed.
+    `setup` names tools as `environment.tools` does: those of the task.py `task_source`, and ready
+    ones, whose programs have `limits`."""
     tools, limits = setup["tools"], ProgramLimits(**setup["limits"])
     module = load_module(setup["task_source"]) if TASK in tools else None
     if AGENT in tools:
@@ -312,7 +317,7 @@ def load(setup: dict[str, Any]) -> Callable[..., Coroutine[Any, Any, Answer]]:
     else:
         defined = find_defined(module, [READY[name](limits) for name in tools if name != TASK])
     max_programs = setup["agent"]["max_programs"] if AGENT in tools else 0
-    episodes = Episodes(defined, setup.get("rewards", ()), max_programs)
+    episodes = kind(defined, setup.get("rewards", ()), max_programs)
 
     async def serve(prompt: Prompt | None, method: str, arguments: list[Any]) -> Answer:
         given = arguments if prompt is None else [prompt, *arguments]

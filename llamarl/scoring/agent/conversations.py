@@ -72,7 +72,8 @@ class Conversations:
         self._prompt, self._formats, self._own_format = prompt, formats, own_format
         self._tokenizer, self._data, self._config = tokenizer, replace(data, system=None), config
         self._ask, self._result, self._numbers = ask, result, numbers
-        self._played: list[PlayedConversation] = []
+        self.played: list[PlayedConversation] = []
+        """Those that the replica knows, in the order of its numbers."""
         self._opened: deque[PlayedConversation] = deque()  # that the replica does not know yet
         self._opening: asyncio.Future[TurnResult] | None = None  # for the next of them
         self._room = 0  # the most that a prompt may have
@@ -97,7 +98,7 @@ class Conversations:
             self._opening = asked
             self._tell()
             return await asked
-        conversation = self._played[turn.conversation]
+        conversation = self.played[turn.conversation]
         if self._end is not None:
             return self._closed()
         conversation.ids += turn.ids
@@ -135,9 +136,9 @@ class Conversations:
 
     def progress(self, turn: TurnItem) -> None:
         """Tell the program the text of a turn that streams, as far as it is sure by now."""
-        if self._end is not None or turn.conversation >= len(self._played):
+        if self._end is not None or turn.conversation >= len(self.played):
             return
-        conversation = self._played[turn.conversation]
+        conversation = self.played[turn.conversation]
         if turn.start != len(conversation.ids) + len(conversation.begun):
             return  # that turn has ended
         conversation.begun += turn.ids
@@ -201,7 +202,7 @@ class Conversations:
 
     def _reached(self, event: dict[str, Any]) -> str:
         """Return the limit that a request exceeds, if it does."""
-        num_opened = len(self._played) + len(self._opened)
+        num_opened = len(self.played) + len(self._opened)
         found = (
             self._numbers["turns"] >= self._config.max_turns,
             "schemas" in event and num_opened >= self._config.max_conversations,
@@ -255,7 +256,7 @@ class Conversations:
         return form, make_prompt(row, number, self._data, self._tokenizer, shown).token_ids
 
     def _find(self, key: int) -> PlayedConversation:
-        return next(each for each in (*self._played, *self._opened) if each.key == key)
+        return next(each for each in (*self.played, *self._opened) if each.key == key)
 
     async def _over(self, state: EpisodeState) -> TurnResult:
         """Return the result of the episode, which ends in this state."""
@@ -265,7 +266,7 @@ class Conversations:
             state,
             reward=float(found["reward"]),
             rewards=tuple(map(float, found.get("rewards", ()))),
-            own_rewards=tuple(own.get(each.key) for each in self._played) if own else (),
+            own_rewards=tuple(own.get(each.key) for each in self.played) if own else (),
         )
 
     def _finish(self, end: TurnResult | Exception) -> None:
@@ -274,7 +275,7 @@ class Conversations:
             return
         self._end = end
         self._tell()
-        for conversation in self._played:
+        for conversation in self.played:
             asked, conversation.asked = conversation.asked, None
             if asked is not None and not asked.done():
                 asked.set_result(self._closed())
@@ -291,7 +292,7 @@ class Conversations:
             mark_seen(asked)  # it may be that its replica is gone
         elif self._opened:
             conversation = self._opened.popleft()
-            self._played.append(conversation)
+            self.played.append(conversation)
             found: dict[str, Any] = {"prompt_ids": conversation.prompt_ids, "has_more": True}
             found["options"] = conversation.options
             asked.set_result(self._result(EpisodeState.GOES_ON, **found))
