@@ -60,6 +60,7 @@ FOREIGN_PROGRAMS = {"pip", "hf", "tensorboard", "git", "sbatch"}
 FLAGS = {
     *("--cfg", "--config-name", "--multirun", "--sweep", "--only"),
     *("--json", "--trace", "--mermaid", "--run"),
+    *("--policy", "--against", "--prompts", "--faults"),
 }
 MOST_README_LINES, MOST_README_WIDTH = 110, 120
 MOST_BENCHMARKS_LINES = 100
