@@ -197,7 +197,7 @@ class Rehearsal:
             for some in (self.prompts[:few], self.prompts[few:]):
                 groups += await engines.generate(some)
                 held.append(environment.held())
-            await engines.score(groups)
+            await engines.score(groups[::-1] if is_reversed else groups)
             rollouts = await self._read(engines, environment, replica, groups)
             await engines.retire(groups, "dropped", reason="rehearsed")
             return Round(rollouts=rollouts, injected=dict(injector.counts), held=held)
@@ -207,6 +207,12 @@ class Rehearsal:
         self, folder: str, policy: Policy, injector: Injector, at_once: int, is_reversed: bool
     ) -> AsyncIterator[tuple[RehearsedEnvironment, RehearsalReplica, LibraryEngines]]:
         config, inputs = self.config, self.inputs
+        if at_once == 1:  # then what comes after what is known
+            config = replace(
+                config,
+                environment=replace(config.environment, num_workers=1),
+                reward=replace(config.reward, num_workers=1),
+            )
         stages = {"scorer"} | {
             stage.name
             for stage in inputs.graph.between
