@@ -14,7 +14,7 @@ from llamarl.controller.gate import Gate
 from llamarl.controller.rollouts import Rollouts
 from llamarl.core.faces import RunObserver, Trainer
 from llamarl.core.groups import Batch, Dropped, Group, StepStats, Verdict
-from llamarl.core.records import Outcome, Purpose, Request
+from llamarl.core.records import Outcome, Purpose, Request, RolloutInfo, StageStatus
 from llamarl.publish.publisher import Publisher, PublishStats
 from llamarl.storage.archive import make_record
 
@@ -165,7 +165,7 @@ class Engines:
             for group in recorded
             for row_id in row_ids.intersection(group.rollouts)
             for row in group.rollouts[row_id].sequences
-            if row.num_tokens
+            if row.num_tokens or _has_failed(row)
         }
         if records:
             await self.rollouts.record(records)
@@ -213,3 +213,8 @@ class Engines:
             yield
         finally:
             self.dispatch.hold(set())
+
+
+def _has_failed(rollout: RolloutInfo) -> bool:
+    """Return whether its episode has failed, perhaps before the model wrote anything."""
+    return rollout.episode is not None and rollout.episode.status is not StageStatus.OK
