@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from llamarl.core.extensions import FILE, TaskSource
@@ -23,7 +23,7 @@ ERROR = re.compile(
 )
 TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b|\bdeadline exceeded\b", re.I)
 SHOWN = 100  # characters of an example
-TOGETHER = 4.0  # times as long a call takes beside others, and at least this much longer
+TOGETHER = 3.0  # times as long a call takes beside others, and so much longer besides
 LONGER_S = 0.05
 FEW = 3  # examples of what is held per episode
 BLOCKING = {
@@ -296,11 +296,11 @@ def _waits_in_line(evidence: Evidence) -> Iterator[Finding]:
     alone, together = (_seconds(each) for each in (evidence.alone, evidence.together))
     if not alone or not together:
         return
-    before, beside = median(alone), median(together)
-    if beside > max(TOGETHER * before, before + LONGER_S):
+    before, beside = fmean(alone), fmean(together)
+    if beside > TOGETHER * before + LONGER_S:
         yield Finding(
             "calls wait for each other",
-            f"half of the turns are answered within {before:.3f} s alone, and {beside:.3f} s when "
+            f"a turn is answered within {before:.3f} s alone, and {beside:.3f} s when "
             f"{len(evidence.together.rollouts)} episodes are played at once: something blocks the "
             "process; make it a coroutine that awaits, or raise environment.num_workers",
         )

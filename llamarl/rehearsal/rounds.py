@@ -192,7 +192,8 @@ class Rehearsal:
                 self._running(folder, policy, injector, at_once, is_reversed)
             )
             held = [environment.held()]
-            few = 0 if is_reversed else max(1, len(self.prompts) // 4)
+            is_alone = at_once == 1 and not is_reversed
+            few = max(1, len(self.prompts) // 4) if is_alone else 0
             groups: list[Group] = []
             for some in (self.prompts[:few], self.prompts[few:]):
                 groups += await engines.generate(some)

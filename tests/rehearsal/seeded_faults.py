@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 RIGHT = """
-import pathlib, random, threading, time
+import os, pathlib, random, threading, time
 
 class Search:
     def __init__(self):
@@ -77,7 +77,7 @@ SEEDED: dict[str, list[tuple[str, str]]] = {
     ],
     "calls wait for each other": [
         ("environment = Search", "environment = Search\none = threading.Lock()"),
-        (LOOK, f"with one:\n            time.sleep(0.05)\n        {LOOK}"),
+        (LOOK, f"with one:\n            time.sleep(0.1)\n        {LOOK}"),
     ],
     "a coroutine blocks its process": [
         ("    def look(self", "    async def look(self"),
@@ -100,8 +100,9 @@ SEEDED: dict[str, list[tuple[str, str]]] = {
         (
             "self.answer, self.seen = answer, 0",
             "self.mark = pathlib.Path(row['folder'], answer)\n"
-            "        self.answer, self.seen, self.was = answer, 0, self.mark.exists()\n"
-            "        self.mark.touch()",
+            "        self.answer, self.seen, own = answer, 0, str(os.getpid())\n"
+            "        self.was = self.mark.exists() and self.mark.read_text() != own\n"
+            "        self.mark.write_text(own)",
         ),
         (
             "    def look(",
