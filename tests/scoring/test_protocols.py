@@ -153,6 +153,38 @@ async def test_responses_serve_openai_s_client_over_several_turns() -> None:
     agent.abandon()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_tools_in_a_namespace_are_called_in_it(streams: bool) -> None:
+    agent, url = await started()
+    client = of_openai(url)
+    free = {"type": "custom", "name": "patch", "description": "Takes a patch."}
+    space = {"type": "namespace", "name": "math", "description": "", "tools": [RESPONSE_TOOL, free]}
+    common: Any = {"model": "any", "store": False, "tools": [RESPONSE_TOOL, space]}
+
+    async def ask(given: Any) -> Any:
+        if not streams:
+            return await client.responses.create(input=given, **common)
+        created = await client.responses.create(input=given, stream=True, **common)
+        return [event async for event in created][-1].response
+
+    calls = [*CALL, ("math__add", {"a": 2, "b": 3}), ("math__patch", {"input": "*** Begin"})]
+    event, found = await answered(agent, ask(QUESTION), Reply("", calls))
+    names = [schema["function"]["name"] for schema in event["schemas"]]
+    assert names == ["add", "math__add", "math__patch"]
+    items: Any = [item.model_dump(exclude_none=True) for item in found.output]
+    told = [(item["type"], item.get("namespace"), item["name"]) for item in items]
+    kinds = "function_call", "function_call", "custom_tool_call"
+    assert told == [(kinds[0], None, "add"), (kinds[1], "math", "add"), (kinds[2], "math", "patch")]
+    outputs = [
+        {"type": f"{kind}_output", "call_id": item["call_id"], "output": "5"}
+        for kind, item in zip(kinds, items, strict=True)
+    ]
+    event, _ = await answered(agent, ask([*QUESTION, *items, *outputs]), Reply("5"))
+    assert event["conversation"] == 0
+    assert [m["name"] for m in event["messages"]] == names
+    agent.abandon()
+
+
 async def test_a_streamed_response_comes_as_it_is_written() -> None:
     agent, url = await started()
     client = of_openai(url)

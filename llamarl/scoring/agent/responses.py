@@ -33,6 +33,7 @@ UNSUPPORTED = {  # what the policy cannot do, by key: the values that ask for no
     "tool_choice": ("auto",),
 }
 TEXTS = ("input_text", "output_text", "text")
+IN_SPACE = "__"  # between the name of a namespace and that of a tool in it
 FREE = "input"  # the argument of a tool that takes any text
 FREE_SCHEMA = {"type": "object", "properties": {FREE: {"type": "string"}}, "required": [FREE]}
 
@@ -53,7 +54,7 @@ def read(body: Body) -> AgentRequest:
         messages.append({"role": "system", "content": text_of(instructions)})
     for item in given:
         _add(item, messages)
-    schemas = [each for tool in body.get("tools") or () if (each := _schema(tool))]
+    schemas = [each for tool in _tools(body) if (each := _schema(tool))]
     if must := wrong_schemas(schemas):
         raise invalid(f"tools must {must}")
     options = TurnOptions(
@@ -62,11 +63,30 @@ def read(body: Body) -> AgentRequest:
     return AgentRequest(messages, schemas, options)
 
 
-def _schema(tool: object) -> Body | None:
+def _tools(body: Body) -> list[Body]:
+    """Return the tools of a request. Those in a namespace have its name before their own."""
+    found: list[Body] = []
+    for tool in body.get("tools") or ():
+        if not isinstance(tool, dict):
+            raise invalid(f"tools must be objects, got {tool!r:.80}")
+        if tool.get("type") != "namespace":
+            found.append(tool)
+            continue
+        space, own = tool.get("name"), tool.get("tools") or []
+        if not isinstance(own, list) or not all(isinstance(each, dict) for each in own):
+            raise invalid(f"tools of a namespace must be objects, got {own!r:.80}")
+        found += [{**each, "name": _whole_name(space, each.get("name"))} for each in own]
+    return found
+
+
+def _whole_name(space: object, name: object) -> object:
+    """Return the name by which the model knows a tool in a namespace, or in none."""
+    return f"{space}{IN_SPACE}{name}" if space else name
+
+
+def _schema(tool: Body) -> Body | None:
     """Return a tool as chat templates take it; None for tools that the provider runs, which cannot
     be offered to this model."""
-    if not isinstance(tool, dict):
-        raise invalid(f"tools must be objects, got {tool!r:.80}")
     if tool.get("type") == "custom":
         return schema_of(tool.get("name"), tool.get("description"), FREE_SCHEMA)
     if tool.get("type") != "function":
@@ -90,7 +110,8 @@ def _add(item: object, messages: list[Message]) -> None:
         messages.append({"role": role, "content": text_of(content, TEXTS)})
     elif kind in ("function_call", "custom_tool_call"):
         arguments = item.get("arguments") if kind == "function_call" else {FREE: item.get("input")}
-        call = call_of(item.get("name"), arguments, item.get("call_id"))
+        name = _whole_name(item.get("namespace"), item.get("name"))
+        call = call_of(name, arguments, item.get("call_id"))
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
@@ -218,13 +239,21 @@ def _reasoning(reply_id: str, text: str) -> Body:
 
 def _calls(reply: Reply, body: Body) -> list[Body]:
     """Return the calls as items, those of tools that take any text as such."""
-    tools = [tool for tool in body.get("tools") or () if isinstance(tool, dict)]
-    free = {tool.get("name") for tool in tools if tool.get("type") == "custom"}
+    free = {tool.get("name") for tool in _tools(body) if tool.get("type") == "custom"}
+    spaces = [tool for tool in body.get("tools") or () if tool.get("type") == "namespace"]
+    places: dict[object, Body] = {
+        _whole_name(space.get("name"), tool.get("name")): {
+            "namespace": space.get("name"),
+            "name": tool.get("name"),
+        }
+        for space in spaces
+        for tool in space.get("tools") or ()
+    }
     found: list[Body] = []
     for place, call in enumerate(reply.message().get("tool_calls", ())):
         function = call["function"]
         item = {"id": f"fc_{reply.reply_id}_{place}", "call_id": call["id"], "status": "completed"}
-        item["name"] = function["name"]
+        item |= places.get(function["name"], {"name": function["name"]})
         if function["name"] in free:
             text = str(function["arguments"].get(FREE, ""))
             found.append({"type": "custom_tool_call", **item, FREE: text})
