@@ -236,6 +236,49 @@ async def test_a_command_plays_an_episode_and_a_check_scores_it() -> None:
             await play(command, [PYTHON, "-c", "import sys; sys.exit(2)"], "Six.")
 
 
+WRONG = """
+import json, os, sys, urllib.request
+for more in json.loads(sys.argv[1]):
+    body = json.dumps({"messages": [{"role": "user", "content": "How much?"}], **more}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    urllib.request.urlopen(request)
+"""
+
+
+def asking(requests: str, end: str = "", *, goes_on: bool = False) -> list[str]:
+    """A program whose requests have these further keys, one after the other."""
+    way = "with suppress(OSError): urllib" if goes_on else "urllib"
+    text = WRONG.replace("    urllib", f"    {way}")
+    words = "-c", f"from contextlib import suppress\n{text}{end}", requests
+    return [PYTHON, *(word.replace("{", "{{").replace("}", "}}") for word in words)]
+
+
+N = "n must be left out, got 2"
+
+
+@pytest.mark.parametrize(
+    ("requests", "end", "message"),
+    [
+        ("[]", "", "it has asked for none$"),
+        ("[]", "sys.exit('no key')", "it has asked for none, and ended with exit code 1: no key"),
+        ('[{"n": 2}]', "", f"play must ask for what can be served: {N}"),
+        ('[{}, {"n": 2}]', "", f"play must ask for what can be served: {N}"),
+    ],
+)
+async def test_a_program_that_fails_for_want_of_a_reply_gets_no_reward(
+    requests: str, end: str, message: str
+) -> None:
+    command = asking(requests, end)
+    with pytest.raises(RuntimeError, match=message):
+        await play(command, [PYTHON, "-c", "raise SystemExit(1)"], "Six.")
+
+
+async def test_a_program_may_go_on_after_a_request_that_is_refused() -> None:
+    for requests, end in (('[{}, {"n": 2}]', ""), ('[{"n": 2}, {}]', "sys.exit(1)")):
+        command = asking(requests, end, goes_on=True)
+        assert await play(command, [PYTHON, "-c", "raise SystemExit(1)"], "Six.") == 0.0
+
+
 async def test_the_shipped_check_imports_nothing_that_the_agent_left() -> None:
     recipe = ROOT / "recipes" / "quickstart_agent"
     words = yaml.safe_load((recipe / "run.yaml").read_text())["environment"]["check_command"]

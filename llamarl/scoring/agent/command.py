@@ -115,6 +115,8 @@ class CommandEnvironment(AgentEnvironment):
                 raise RuntimeError(f"the agent must keep its limits, got too much {ran.ended_for}")
             if ran.exit_code == 127:  # the shell's and ours: no such program
                 raise RuntimeError(f"the agent must start, got {_shown(ran)}")
+            failure = f"exit code {ran.exit_code}: {_shown(ran)}"
+            self.program_failure = failure if ran.exit_code else ""
             await _put(sandbox, spec.check_files)
             row_text = json.dumps(row, default=str)
             check = words_of(spec.check, row, "environment.check_command")

@@ -11,6 +11,9 @@ class AgentEnvironment:
 
     conversations: list[list[dict[str, Any]]]
     """The messages of each conversation of the episode, once it has ended."""
+    program_failure: str = ""
+    """How the program ended, if not as one that has done its work: the episode has failed with this
+    error if the last request was refused as none that can be served, or if there was none."""
 
     def play(self, url: str, **row: Any) -> Any:
         """Play an episode of this prompt's row with the model served at `url`, and return its

@@ -108,6 +108,7 @@ class AgentEpisode:
         self._playing: asyncio.Task[Any] | None = None
         self._secret = ""
         self._is_over = self._was_refused = False
+        self._invalid = ""  # why the last request was refused, if it was none that can be served
         self._num_waiting = 0  # requests that the model is to answer
         self._since_s: float | None = None  # when the program began to work, and waits for none
         self._working_s = 0.0  # that it did so before, and that was not told yet
@@ -216,8 +217,14 @@ class AgentEpisode:
             return 0.0, {}
         finally:
             _played.pop(self._secret, None)
+        failure = self._environment.program_failure
+        if self._invalid and (failure or not self._num_opened):
+            raise RuntimeError(f"play must ask for what can be served: {self._invalid}")
         if not self._num_opened:
-            raise RuntimeError("play must ask for at least one message, it has asked for none")
+            why = f", and ended with {failure}" if failure else ""
+            raise RuntimeError(
+                f"play must ask for at least one message, it has asked for none{why}"
+            )
         own: object = {}
         if isinstance(found, tuple) and len(found) == 2:
             found, own = found
@@ -240,10 +247,15 @@ class AgentEpisode:
     def ask(self, request: AgentRequest) -> Asked:
         """Ask the model for a turn. Raises Refused if the request cannot be served."""
         messages = self._checked(request)
+        self._invalid = ""
         conversation = self._find_repeated(request) if request.is_repeated else None
         if conversation is None:
             conversation = self._place(messages, request.schemas, as_json(request.options))
         return Asked(conversation.begun, conversation.reply)
+
+    def note_refused(self, error: Refused) -> None:
+        """Note that a request was refused with this error."""
+        self._invalid = str(error) if error.code == invalid("").code else ""
 
     async def count(self, request: AgentRequest) -> int:
         """Return the number of tokens of a request's messages."""

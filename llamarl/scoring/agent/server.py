@@ -42,6 +42,9 @@ class Answering(Protocol):
     async def count(self, request: AgentRequest) -> int:
         """Return the number of tokens of a request's messages."""
 
+    def note_refused(self, error: Refused) -> None:
+        """Note that a request was refused with this error."""
+
 
 Played = Mapping[str, Answering]
 """The episodes that are played, by the secrets in their URLs."""
@@ -140,6 +143,8 @@ async def _respond(
     try:
         await _answer(played, request, data, sending, secret, route)
     except Refused as refused:
+        if (episode := played.get(secret)) is not None:
+            episode.note_refused(refused)
         error = (codec or chat_completions).error
         await sending.whole(refused.status, error(refused.code, str(refused)))
 
