@@ -231,6 +231,21 @@ async def test_what_a_model_may_leave_out_of_its_turn_may_be_gone() -> None:
     assert (await asking)[1]["code"] == "context_length_exceeded"
 
 
+async def test_a_turn_that_comes_after_the_end_changes_nothing() -> None:
+    agent, url, first, _ = await opened()
+    other = asyncio.create_task(asked(url, {"messages": [USER], "tools": [TOOL]}))
+    await event_of(agent)
+    agent.reply(0, Reply("Six."))
+    await first
+    ENDS[agent].set_result(1.0)
+    assert await turn_of(agent) == {"end": True}
+    ending = asyncio.create_task(agent.get_reward(is_cut=False))
+    await asyncio.sleep(0)  # it has refused what waits
+    agent.reply(1, Reply("Six."))
+    assert await ending == (1.0, {})
+    assert (await other)[1]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("raises", [False, True])
 async def test_a_program_is_told_of_a_limit_and_may_score_what_there_is(raises: bool) -> None:
     class Patient(AgentEnvironment):

@@ -180,6 +180,8 @@ class AgentEpisode:
     def reply(self, key: int, reply: Reply) -> None:
         """Answer the request that waits in this conversation."""
         conversation = self._find(key)
+        if conversation.reply.done():
+            return  # it was refused meanwhile, as the episode is over
         begun = conversation.begun
         begun.begins_in_thought = reply.begins_in_thought
         reply = replace(reply, reply_id=begun.reply_id)
