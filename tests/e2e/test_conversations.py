@@ -8,18 +8,15 @@ import shutil
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from llamarl.core.records import NO_VERSION
 from llamarl.model.tokenizer import load_tokenizer
+from tests.conversation_oracle import Replay, Template, check_logprobs, turns_of
 from tests.e2e.commands import (
     executors,
     finish,
@@ -35,124 +32,13 @@ from tests.json_lines import read_lines
 from tests.places import TOOLS_RECIPE
 from tests.random_search import case, searched
 
-TOKENIZER = load_tokenizer(TOOLS_RECIPE / "checkpoint")
-END = "<|end|>"
+CHECKPOINT = TOOLS_RECIPE / "checkpoint"
 OPTIONS = [
     *("cluster=inline", "num_steps=2", "trainer.groups_per_step=4", "trainer.warmup_steps=0"),
     *("trainer.lr=0", "evaluation.max_prompts=3", "evaluation.every_steps=0"),
     *("checkpoint.export=false", "experience.keep_rollouts=1", "reward.functions=[environment]"),
     *("environment.max_turns=100", "generator.max_num_seqs=8", "sampling.rollouts_per_prompt=4"),
 ]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A turn as it stands in the archive: the ids before it, and its own, with their log-probs."""
-
-    row_id: int
-    before: tuple[int, ...]
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-
-    @property
-    def raw(self) -> str:
-        return TOKENIZER.decode_raw(self.ids)
-
-
-def turns_of(line: Mapping[str, Any]) -> list[Turn]:
-    ids, versions = line["response_ids"], line["token_versions"]
-    found, place = [], 0
-    for is_observed, run in groupby(versions, key=lambda version: version == NO_VERSION):
-        end = place + len([*run])
-        if not is_observed:
-            before = (*line["prompt_ids"], *ids[:place])
-            logprobs = tuple(line["generator_logprobs"][place:end])
-            found.append(Turn(line["row_id"], before, tuple(ids[place:end]), logprobs))
-        place = end
-    return found
-
-
-def rendered(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(f"<|{m['role']}|>{m['content'] or ''}{END}" for m in messages)
-
-
-class Replay:
-    """The oracle: an exchange follows the longest earlier one that it extends, without a turn that
-    the model did not write; its context is that one's, its turn, and the new messages."""
-
-    def __init__(self, exchanges: Sequence[Mapping[str, Any]], turns: Sequence[Turn]) -> None:
-        self.exchanges, self.left = exchanges, [*turns]
-        self.texts: list[str] = []  # of each exchange: context and turn
-        self.num_rows = 0
-        tips: set[int] = set()  # exchanges that are the last of their row
-        for number, each in enumerate(exchanges):
-            parents = self.parents(number)
-            new = each["messages"][self.length(parents[0]) :] if parents else each["messages"]
-            heads = [self.texts[parent] for parent in parents] or ["<bos>"]
-            contexts = {f"{head}{rendered(new)}<|assistant|>" for head in heads}
-            turn = self.take(contexts, each)
-            check_turn(turn, each)
-            context = TOKENIZER.decode_raw(turn.before)
-            raw = turn.raw
-            self.texts.append(context + raw + END * (not raw.endswith(END)))
-            free = [parent for parent in parents if parent in tips]
-            tips.difference_update(free[:1])
-            self.num_rows += not free
-            tips.add(number)
-
-    def length(self, number: int) -> int:
-        return len(self.exchanges[number]["messages"]) + 1
-
-    def parents(self, number: int) -> list[int]:
-        """Earlier exchanges of equal messages that this one follows."""
-        messages, tools = (self.exchanges[number][key] for key in ("messages", "tools"))
-        found: dict[int, list[int]] = defaultdict(list)
-        for place, each in enumerate(self.exchanges[:number]):
-            said, size = [*each["messages"], each["reply"]], self.length(place)
-            is_start = each["tools"] == tools and messages[:size] == said
-            if is_start and not any(m["role"] == "assistant" for m in messages[size:]):
-                found[size].append(place)
-        return found[max(found)] if found else []
-
-    def take(self, contexts: set[str], exchange: Mapping[str, Any]) -> Turn:
-        """The turn of the archive that was written after one of these contexts."""
-        usage, logprobs = exchange["usage"], exchange["logprobs"]
-        sizes = usage["prompt_tokens"], usage["completion_tokens"]
-        for turn in self.left:
-            is_it = (len(turn.before), len(turn.ids)) == sizes
-            is_it = is_it and np.allclose(turn.logprobs, logprobs, atol=1e-6)
-            if is_it and TOKENIZER.decode_raw(turn.before) in contexts:
-                self.left.remove(turn)
-                return turn
-        raise AssertionError(f"no turn of {sizes} tokens follows {contexts}")
-
-
-def check_turn(turn: Turn, exchange: Mapping[str, Any]) -> None:
-    """The program was told what the model wrote, and the options of its request were kept."""
-    said, options = exchange["reply"]["content"] or "", exchange["options"]
-    assert said.strip() in turn.raw
-    assert len(turn.ids) <= options.get("max_tokens", 1000)
-    for stop in options.get("stop", ()):
-        assert stop not in said
-        assert stop not in TOKENIZER.decode(turn.ids[:-1]), "the turn ends where it comes"
-
-
-@torch.no_grad()
-def check_logprobs(lines: Sequence[Mapping[str, Any]]) -> None:
-    """Those of every written token are what transformers computes after its exact ids."""
-    model = AutoModelForCausalLM.from_pretrained(TOOLS_RECIPE / "checkpoint", dtype=torch.float32)
-    for line in lines:
-        ids = torch.tensor([line["prompt_ids"] + line["response_ids"]])
-        logprobs = model(ids).logits[0].log_softmax(-1)
-        start = len(line["prompt_ids"])
-        expected = logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0].numpy()
-        is_written = np.array(line["token_versions"]) != NO_VERSION
-        found = np.array(line["generator_logprobs"])
-        assert np.abs(found - expected)[is_written].max() < 1e-4, line["row_id"]
-        for name in ("trainer_logprobs", "ref_logprobs"):
-            if name in line:
-                others = np.array(line[name])
-                assert np.abs(others - expected)[is_written].max() < 1e-4, (line["row_id"], name)
 
 
 def write_recipe(folder: Path, seed: int) -> Path:
@@ -167,6 +53,7 @@ def write_recipe(folder: Path, seed: int) -> Path:
     return recipe
 
 
+TEMPLATE = Template(load_tokenizer(CHECKPOINT))
 Episodes = Mapping[int, Sequence[dict[str, Any]]]
 """Rows of the archive by the id of their rollout."""
 
@@ -184,12 +71,12 @@ def check_run(folder: Path) -> Episodes:
         assert first["row_id"] == row_id
         episode = played[first["reward"]]
         turns = [turn for line in of_episode for turn in turns_of(line)]
-        replay = Replay(episode["exchanges"], turns)
+        replay = Replay(episode["exchanges"], turns, TEMPLATE)
         assert len(replay.left) <= episode["ends_early"], "each turn was asked for, and came once"
         if not episode["is_parallel"] and not episode["ends_early"]:
             assert len(of_episode) == replay.num_rows
         check_episode(of_episode, episode)
-    check_logprobs([line for of_episode in rows.values() for line in of_episode])
+    check_logprobs([line for of_episode in rows.values() for line in of_episode], CHECKPOINT)
     return rows
 
 
