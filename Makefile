@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu environments rivals parity test test-quick test-long test-all test-vllm test-environments test-parity test-gpu test-view fuzz check docs format clean
+.PHONY: help quickstart quickstart-tools chaos demo-two-hosts vllm-cpu environments agents rivals parity test test-quick test-long test-all test-vllm test-environments test-agents test-parity test-gpu test-view fuzz check docs format clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,6 +10,7 @@ READY := $(VENV)/.ready
 KERNELS_READY := $(VENV)/.kernels-ready
 VLLM_READY := .venv-vllm/.ready
 ENVIRONMENTS_READY := .venv-environments/.ready
+AGENTS_READY := .venv-agents/.ready
 RIVALS_READY := .venv-rivals/.ready
 PARITY_READY := .venv-parity/.ready
 QUICKSTART_READY := $(if $(filter vllm,$(GENERATOR)),$(VLLM_READY),$(READY))
@@ -31,6 +32,8 @@ help:
 	@echo "make test-vllm    the tests of vLLM in it"
 	@echo "make environments  one with public collections of environments: reasoning-gym, verifiers"
 	@echo "make test-environments  the tests of those in it"
+	@echo "make agents       one with agents of others: mini-swe-agent, smolagents, Codex, Claude Code, ..."
+	@echo "make test-agents  the tests in which those play episodes"
 	@echo "make rivals       another one, with TransferQueue and TRL, which benchmarks compare with"
 	@echo "make parity       and one with TRL and verl, whose losses tests compare with"
 	@echo "make test-parity  these tests in it"
@@ -85,6 +88,16 @@ $(ENVIRONMENTS_READY): requirements/environments.txt pyproject.toml
 
 environments: $(ENVIRONMENTS_READY)
 
+# Agents run in processes of their own, in the sandboxes of their episodes.
+$(AGENTS_READY): requirements/agents.txt requirements/agents-npm.txt
+	@$(call make_venv,$(@D)); \
+	$(PIP_INSTALL) -r requirements/agents.txt; \
+	npm install --no-audit --no-fund --loglevel=error --prefix $(@D)/node \
+	  $$(sed 's/ *#.*//' requirements/agents-npm.txt); \
+	touch $@
+
+agents: $(AGENTS_READY)
+
 # Rivals run in processes of their own and import nothing of llamarl.
 $(RIVALS_READY): requirements/rivals.txt
 	@$(call make_venv,$(@D)); \
@@ -125,26 +138,29 @@ test: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 # What fits between two commits.
-SLOWER = tests/e2e/ tests/emulated/ tests/gpu/ tests/vllm/ tests/parity/ tests/environments/
+SLOWER = tests/e2e/ tests/emulated/ tests/gpu/ tests/vllm/ tests/parity/ tests/environments/ tests/agents/
 QUICK = $(filter-out $(SLOWER) %__pycache__/,$(wildcard tests/*/))
 test-quick: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
-	  -m 'not full and not long and not slow and not gpu and not vllm and not browser and not environments and not parity' \
+	  -m 'not full and not long and not slow and not gpu and not vllm and not browser and not environments and not agents and not parity' \
 	  $(QUICK) tests/test_house.py tests/e2e/test_learning.py::test_a_short_run_learns $(ARGS)
 
 # Run these before a change of what they look at; nightly runs them with the slow set.
 test-long: $(KERNELS_READY)
 	@$(BIN)/python -m pytest --numprocesses=3 --dist=worksteal \
-	  -m 'long and not slow and not gpu and not vllm and not browser and not environments and not parity' $(ARGS)
+	  -m 'long and not slow and not gpu and not vllm and not browser and not environments and not agents and not parity' $(ARGS)
 
 test-all: $(KERNELS_READY)
-	@$(BIN)/python -m pytest -m 'not gpu and not vllm and not environments and not parity' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not gpu and not vllm and not environments and not agents and not parity' $(ARGS)
 
 test-vllm: $(VLLM_READY)
 	@$(dir $<)bin/python -m pytest -m 'vllm and not slow' tests/vllm $(ARGS)
 
 test-environments: $(ENVIRONMENTS_READY)
 	@$(dir $<)bin/python -m pytest -m 'environments and not slow' tests/environments $(ARGS)
+
+test-agents: $(AGENTS_READY) $(READY)
+	@$(BIN)/python -m pytest -m 'agents and not slow' tests/agents $(ARGS)
 
 test-parity: $(PARITY_READY)
 	@$(dir $<)bin/python -m pytest -m parity tests/parity $(ARGS)
@@ -176,4 +192,4 @@ format: $(READY)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-environments .venv-rivals .venv-parity runs build dist docs/_build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-environments .venv-agents .venv-rivals .venv-parity runs build dist docs/_build *.egg-info
