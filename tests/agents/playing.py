@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
         "files": "agent",
         "check_command": ["{python}", "-c", CHECK.replace("{", "{{").replace("}", "}}")],
         "max_programs": 2,
-        "max_turns": 20,
+        "max_turns": 60,
         "timeout_s": 300,
     },
     "reward": {"functions": ["environment"]},
