@@ -99,10 +99,10 @@ SEEDED: dict[str, list[tuple[str, str]]] = {
     "an episode does not begin anew": [
         (
             "self.answer, self.seen = answer, 0",
-            "self.mark = pathlib.Path(row['folder'], answer)\n"
-            "        self.answer, self.seen, own = answer, 0, str(os.getpid())\n"
-            "        self.was = self.mark.exists() and self.mark.read_text() != own\n"
-            "        self.mark.write_text(own)",
+            "self.mark = pathlib.Path(row['folder'], f'{answer}-{os.getpid()}')\n"
+            "        others = {*self.mark.parent.glob(f'{answer}-*')} - {self.mark}\n"
+            "        self.answer, self.seen, self.was = answer, 0, bool(others)\n"
+            "        self.mark.touch()",
         ),
         (
             "    def look(",
