@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,38 +21,53 @@ import yaml
 from llamarl.scoring.agent.command import AgentCommand, CommandEnvironment, reward_of
 from llamarl.scoring.agent.episode import AgentEpisode
 from llamarl.scoring.agent.turns import Reply
+from llamarl.scoring.sandbox import docker
 from llamarl.scoring.sandbox.containers import Ran
-from llamarl.scoring.sandbox.sandboxes import MIB, LocalSandbox, SandboxLimits
+from llamarl.scoring.sandbox.docker import ContainerSandbox
+from llamarl.scoring.sandbox.sandboxes import MIB, LocalSandbox, Sandbox, SandboxLimits
+from tests.containers import IMAGE, make_engine
 from tests.places import ROOT
 
 pytestmark = pytest.mark.full
 PYTHON = os.path.realpath(sys.executable)
-WAYS = ["namespaces"] * (shutil.which("bwrap") is not None) + ["sandlock", "plain"]
+WITH_FOLDERS = ["namespaces", "docker"] * (shutil.which("bwrap") is not None)
+WAYS = [*WITH_FOLDERS, "sandlock", "plain"]
 CONTAINED = [way for way in WAYS if way != "plain"]
 
 
 @pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param != "namespaces":
+    monkeypatch.setattr(docker, "LOOK_S", 0.2)
+    if request.param not in WITH_FOLDERS:
         monkeypatch.setattr(shutil, "which", lambda name: None)
     return str(request.param)
 
 
 @asynccontextmanager
 async def opened(
-    way: str, url: str = "http://127.0.0.1:40009/x/v1", **limits: int
+    way: str,
+    url: str = "http://127.0.0.1:40009/x/v1",
+    folders: tuple[str, ...] = (),
+    **limits: int,
 ) -> AsyncIterator:
     own = SandboxLimits(**limits)
-    sandbox = LocalSandbox(url, own, contained=way != "plain")
-    await sandbox.start()
-    try:
-        yield sandbox
-    finally:
-        await sandbox.stop()
-        assert not sandbox._folder.exists()
+    sandbox: LocalSandbox | ContainerSandbox
+    with tempfile.TemporaryDirectory() as state:
+        if way == "docker":
+            engine = make_engine(Path(state))
+            sandbox = ContainerSandbox(engine, IMAGE, url, own, folders=folders)
+        else:
+            sandbox = LocalSandbox(url, own, contained=way != "plain", folders=folders)
+        try:
+            await sandbox.start()
+            yield sandbox
+        finally:
+            await sandbox.stop()
+            assert not (sandbox._folder and sandbox._folder.exists())
+            assert not [*Path(state).glob("containers/*")]
 
 
-async def python(sandbox: LocalSandbox, text: str, timeout_s: float = 60.0) -> Ran:
+async def python(sandbox: Sandbox, text: str, timeout_s: float = 60.0) -> Ran:
     return await sandbox.run([PYTHON, "-c", text], {"OWN": "mine"}, timeout_s)
 
 
@@ -101,6 +117,42 @@ async def test_files_are_neither_written_nor_read_outside_of_the_folder(
                 with pytest.raises(ValueError, match="a file of a sandbox must"):
                     await ask
     assert secret.read_text() == "s"
+
+
+@pytest.mark.parametrize("way", WITH_FOLDERS, indirect=True)
+async def test_folders_lie_at_their_places_and_are_emptied_of_whatever_is_there(
+    way: str, tmp_path: Path
+) -> None:
+    async with opened(way, folders=("/tests", "/logs")) as sandbox:
+        await sandbox.write("/tests/in/run.sh", b"#!/bin/sh\necho $0", is_executable=True)
+        ran = await sandbox.run(["/tests/in/run.sh"], {}, 60.0)
+        assert (ran.exit_code, ran.stdout) == (0, "/tests/in/run.sh\n"), ran.stderr
+        leave = "import os, shutil; shutil.rmtree('/tests/in'); os.mkdir('/tests/d')\n"
+        leave += f"os.symlink({str(tmp_path)!r}, '/tests/d/up'); os.mkfifo('/tests/pipe')\n"
+        leave += f"os.symlink({str(tmp_path)!r}, '/logs/verifier'); open('/logs/a', 'w')"
+        assert (await python(sandbox, leave)).exit_code == 0
+        (tmp_path / "mine").write_text("m")
+        for path in ("/tests", "/logs/verifier"):
+            await sandbox.empty(path)
+        ran = await sandbox.run(["ls", "-A", "/tests", "/logs", "/logs/verifier"], {}, 60.0)
+        assert ran.stdout.split() == ["/logs:", "a", "verifier", "/logs/verifier:", "/tests:"]
+        assert (tmp_path / "mine").exists()
+        await python(sandbox, f"import os; os.symlink({str(tmp_path)!r}, '/logs/up')")
+        for path in ("/logs/up/x", "/other", "/"):
+            with pytest.raises(ValueError, match="a file of a sandbox must"):
+                await sandbox.empty(path)
+    assert (tmp_path / "mine").exists()
+
+
+async def test_folders_at_fixed_places_are_refused_where_they_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for folder in ("/", "/usr", "/usr/share/own", sys.base_prefix, os.path.dirname(sys.prefix)):
+        with pytest.raises(RuntimeError, match=r"must be none of the system's|have bubblewrap"):
+            await LocalSandbox("http://127.0.0.1:1/x/v1", folders=(folder,)).start()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"must have bubblewrap, .* got /tests, /app"):
+        await LocalSandbox("http://127.0.0.1:1/x/v1", folders=("/tests",), home="/app").start()
 
 
 @pytest.mark.parametrize("way", CONTAINED, indirect=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import select
 import shutil
 import signal
 import subprocess
@@ -23,13 +22,13 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from llamarl.scoring.sandbox import forwarder
 from llamarl.scoring.sandbox.containers import END_S, Ran, interpreter, missing
 from llamarl.scoring.sandbox.limits import below, disk_bytes, in_group, memory_bytes, num_threads
-from llamarl.scoring.user_code.watchdog import end_descendants
+from llamarl.scoring.sandbox.watched import READ_BYTES, Program, Tail, watch
 
 PREFIX = "llamarl-agent-"
 INSIDE, WAY_OUT = "/episode", "/run/llamarl"  # folders in a sandbox: its own, that of the socket
@@ -40,8 +39,6 @@ SYSTEM = (
     *("/etc/nsswitch.conf", "/etc/passwd", "/etc/ssl"),
 )
 LOOK_S = 1.0  # between two looks at what a program takes, of which each reads all of /proc
-TAIL_BYTES = 65536  # of what a program prints, which are kept
-READ_BYTES = 65536
 MIB = 2**20
 MARK = "LLAMARL_SANDBOX"
 THREADS = ThreadPoolExecutor(4096, "sandbox")  # each waits for a program
@@ -74,50 +71,76 @@ class Sandbox(Protocol):
         """Run a command in the folder, which reaches the model's server if it `has_model`; it is
         ended after `timeout_s`, or beyond a limit."""
 
-    async def write(self, path: str, data: bytes) -> None:
-        """Write a file at this path in the folder."""
+    async def write(self, path: str, data: bytes, *, is_executable: bool = False) -> None:
+        """Write a file at this path in the folder, or at an absolute one in its other folders."""
 
     async def read(self, path: str) -> bytes:
-        """Return the file at this path in the folder. Raises FileNotFoundError if there is none."""
+        """Return the file at such a path. Raises FileNotFoundError if there is none."""
+
+    async def empty(self, path: str) -> None:
+        """Make an empty folder at such a path, in the place of whatever programs left there."""
 
     async def stop(self) -> None:
         """End whatever runs, and remove the folder."""
 
 
-def place_in(folder: Path, path: str) -> Path:
-    """Return where this path lies. Raises ValueError if it leads out of the folder."""
-    place = Path(os.path.normpath(folder / path))
-    if not place.is_relative_to(folder) or place == folder:
-        raise ValueError(f"a file of a sandbox must lie in its folder, got {path}")
-    return place
+def located(path: str, tops: Sequence[str], *, is_folder: bool = False) -> tuple[str, str]:
+    """Return which of these folders has the path, or is it if it `is_folder`, and the whole path; a
+    relative one starts at the first. Raises ValueError if it leads out of all of them."""
+    place = os.path.normpath(os.path.join(tops[0], path))
+    for top in tops:
+        if place == top and is_folder:
+            return top, place
+        if place.startswith(f"{top.rstrip('/')}/") and place != top:
+            return top, place
+    raise ValueError(f"a file of a sandbox must lie in its folder, got {path}")
+
+
+async def start_relay(
+    url: str, path: str, is_open: Callable[[], bool] = lambda: True
+) -> asyncio.Server:
+    """Connect who comes to the socket `path` to the server at `url`, while that `is_open`."""
+    address = urlsplit(url)
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not is_open():
+            return writer.close()
+        out_reader, out_writer = await asyncio.open_connection(address.hostname, address.port)
+        await asyncio.gather(_pump(reader, out_writer), _pump(out_reader, writer))
+
+    return await asyncio.start_unix_server(pass_on, path)
 
 
 @dataclass(eq=False)
 class LocalSandbox:
     """A sandbox on this machine, with the server at `url` as its only network. `readable` are paths
-    that its programs may read too. One that is not `contained` has the rights of the run."""
+    that its programs may read too. One that is not `contained` has the rights of the run. Programs
+    start in the folder `home`, and may have other `folders`; both need bubblewrap."""
 
     url: str
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     readable: Sequence[str] = ()
     contained: bool = True
+    home: str = INSIDE
+    folders: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self._folder: Path | None = None
         self._mark = secrets.token_hex(8)  # by which its processes are known, whoever has them
-        self._programs: set[_Program] = set()
+        self._programs: set[Program] = set()
         self._relay: asyncio.Server | None = None
         self._has_namespaces = self.contained and shutil.which("bwrap") is not None
 
     async def start(self) -> None:
         if self.contained and (why := missing()):
             raise RuntimeError(f"programs cannot be sandboxed here: {why}")
+        self._check_folders()
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        for name in ("files", "way"):
-            (self._folder / name).mkdir()
+        (self._folder / "way").mkdir()
+        for place in self._places().values():
+            Path(place).mkdir(parents=True)
         if self._has_namespaces:
-            path = self._folder / "way" / "socket"
-            self._relay = await asyncio.start_unix_server(self._pass_on, str(path))
+            self._relay = await start_relay(self.url, str(self._folder / "way" / "socket"))
 
     async def run(
         self,
@@ -127,27 +150,25 @@ class LocalSandbox:
         *,
         has_model: bool = True,
     ) -> Ran:
-        home = INSIDE if self._has_namespaces else str(self._files)
+        home = self.home if self._has_namespaces else self._files
         variables = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
         variables |= {"HOME": home, "TMPDIR": "/tmp" if self._has_namespaces else home}
         variables |= {MARK: self._mark, **environment}
         run = partial(self._run, [*command], variables, timeout_s, has_model=has_model)
         return await asyncio.get_running_loop().run_in_executor(THREADS, run)
 
-    async def write(self, path: str, data: bytes) -> None:
-        place = place_in(self._files, path)
-        self._refuse_links(place)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        new = place.with_name(secrets.token_hex(8))  # what is there may be a pipe, which blocks
-        new.write_bytes(data)
-        new.replace(place)
+    async def write(self, path: str, data: bytes, *, is_executable: bool = False) -> None:
+        forwarder.write(*self._find(path), data, is_executable)
 
     async def read(self, path: str) -> bytes:
-        place = place_in(self._files, path)
-        self._refuse_links(place)
-        if place.exists() and not place.is_file():
-            raise ValueError(f"a file of a sandbox must be a plain file to be read, got {path}")
-        return place.read_bytes()
+        return forwarder.read(*self._find(path))
+
+    async def empty(self, path: str) -> None:
+        top, place = self._find(path, is_folder=True)
+        if place != top:
+            forwarder.refuse_links(top, os.path.dirname(place))
+        await _remove(place)
+        forwarder.make_folder(place)
 
     async def stop(self) -> None:
         for program in [*self._programs]:
@@ -157,29 +178,38 @@ class LocalSandbox:
         if self._relay is not None:
             self._relay.close()
         if self._folder is not None:
-            command = ["rm", "-rf", "--", str(self._folder)]
-            remove = partial(subprocess.run, command, check=False, capture_output=True)
-            await asyncio.get_running_loop().run_in_executor(THREADS, remove)
+            await _remove(str(self._folder))
 
     @property
-    def _files(self) -> Path:
+    def _files(self) -> str:
+        return next(iter(self._places().values()))
+
+    def _places(self) -> dict[str, str]:
+        """Return where its folders are on this machine, the home first."""
         if self._folder is None:
             raise RuntimeError("a sandbox must be started first")
-        return self._folder / "files"
+        names = {self.home: "home"} | {each: f"{i}" for i, each in enumerate(self.folders)}
+        return {inside: str(self._folder / "files" / name) for inside, name in names.items()}
 
-    def _refuse_links(self, place: Path) -> None:
-        """Raise ValueError if a program has put a link on the way to this file."""
-        for part in (place, *place.parents):
-            if part == self._files:
-                return
-            if part.is_symlink():
-                raise ValueError(f"a file of a sandbox must be no link, got {part.name}")
+    def _find(self, path: str, *, is_folder: bool = False) -> tuple[str, str]:
+        """Return where the folder that has this path is on this machine, and the path there."""
+        places = self._places()
+        if not self._has_namespaces and os.path.isabs(path):
+            raise ValueError(f"a file of a sandbox must lie in its folder, got {path}")
+        top, inside = located(path, [*places], is_folder=is_folder)
+        return places[top], places[top] + inside.removeprefix(top)
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect a program to the server of its model."""
-        address = urlsplit(self.url)
-        out_reader, out_writer = await asyncio.open_connection(address.hostname, address.port)
-        await asyncio.gather(_pump(reader, out_writer), _pump(out_reader, writer))
+    def _check_folders(self) -> None:
+        """Raise RuntimeError if the folders cannot be at their places here."""
+        own = [*self.folders] + [self.home] * (self.home != INSIDE)
+        if own and not self._has_namespaces:
+            must = "have bubblewrap, or environment.sandbox=docker, for folders at fixed places"
+            raise RuntimeError(f"a sandbox must {must}, got {', '.join(own)}")
+        for folder in own:
+            for path in self._seen():
+                if os.path.commonpath([folder, os.path.abspath(path)]) in (folder, path):
+                    must = "be none of the system's, except with environment.sandbox=docker"
+                    raise RuntimeError(f"a folder of a sandbox must {must}, got {folder}: {path}")
 
     def _seen(self) -> list[str]:
         """Return the paths that a program may read, besides its folder."""
@@ -197,7 +227,9 @@ class LocalSandbox:
                 words += ["--symlink", os.readlink(path), path]
             elif os.path.exists(path):
                 words += ["--ro-bind", path, path]
-        words += ["--bind", str(self._files), INSIDE, "--chdir", INSIDE]
+        for inside, place in self._places().items():
+            words += ["--bind", place, inside]
+        words += ["--chdir", self.home]
         if not has_model:  # the shell exits with 127 where there is no such program
             return [*words, "--", "/bin/sh", "-c", 'exec "$@"', "sh"]
         words += ["--ro-bind", str(self._folder / "way"), WAY_OUT]
@@ -219,8 +251,9 @@ class LocalSandbox:
             program = self._start_program(command, environment, has_model=has_model)
         self._programs.add(program)
         try:
-            out, err = _Tail(program.stdout), _Tail(program.stderr)
-            ended_for = self._watch(program.pid, (out, err), time.monotonic() + timeout_s)
+            out, err = Tail(program.stdout), Tail(program.stderr)
+            end_s, look = time.monotonic() + timeout_s, partial(self._too_much, program.pid)
+            ended_for = watch(program.pid, (out, err), end_s, look, LOOK_S)
             ended_for = ended_for or self._is_full()
             program.end()
             for tail in (out, err):
@@ -230,12 +263,11 @@ class LocalSandbox:
             return Ran(exit_code=exit_code, stdout=out.text, stderr=err.text, ended_for=ended_for)
         finally:
             self._programs.discard(program)
-            program.stdout.close()
-            program.stderr.close()
+            program.close()
 
     def _start_program(
         self, command: list[str], environment: Mapping[str, str], *, has_model: bool
-    ) -> _Program:
+    ) -> Program:
         wrapped = self._wrapped(has_model=has_model) if self._has_namespaces else []
         try:
             process = subprocess.Popen(
@@ -258,22 +290,22 @@ class LocalSandbox:
 
         # With the first process of its namespace the kernel ends all others.
         is_whole = self._has_namespaces
-        return _Program(process.pid, process.stdout, process.stderr, wait, is_whole)
+        return Program(process.pid, process.stdout, process.stderr, wait, is_whole)
 
     def _start_in_sandlock(
         self, command: list[str], environment: Mapping[str, str], *, has_model: bool
-    ) -> _Program:
+    ) -> Program:
         import sandlock  # here, for it is an extra
 
         address = urlsplit(self.url)
         sandbox = sandlock.Sandbox(
             fs_readable=[path for path in self._seen() if os.path.exists(path)],
-            fs_writable=[str(self._files), os.devnull],
+            fs_writable=[self._files, os.devnull],
             net_allow=[f"tcp://{address.hostname}:{address.port}"] * has_model,
             max_processes=self.limits.num_processes,
             clean_env=True,
             env={**environment},
-            cwd=str(self._files),
+            cwd=self._files,
         )
         pipe, null = sandlock.StdioMode.PIPED, sandlock.StdioMode.NULL
         process = sandbox.popen(command, null, pipe, pipe)
@@ -283,26 +315,7 @@ class LocalSandbox:
             signalled = 128 + (ended.signal if ended.signal > 0 else signal.SIGKILL)
             return int(ended.exit_code) if ended.exit_code >= 0 else signalled
 
-        return _Program(process.pid, process.stdout, process.stderr, wait)
-
-    def _watch(self, pid: int, tails: Sequence[_Tail], end_s: float) -> str:
-        """Read what the program prints until it has ended or must be ended. Returns the limit that
-        it exceeded; empty if none."""
-        look_s = time.monotonic() + LOOK_S
-        with open(os.pidfd_open(pid), "rb", 0) as ended:
-            while (now_s := time.monotonic()) < end_s:
-                if now_s >= look_s:
-                    if what := self._too_much(pid):
-                        return what
-                    look_s = now_s + LOOK_S
-                files = [ended, *(tail.pipe for tail in tails if not tail.is_closed)]
-                ready, _, _ = select.select(files, [], [], max(0.0, min(end_s, look_s) - now_s))
-                for tail in tails:
-                    if tail.pipe in ready:
-                        tail.read()
-                if ended in ready:
-                    return ""
-        return "time"
+        return Program(process.pid, process.stdout, process.stderr, wait)
 
     def _too_much(self, pid: int) -> str:
         """Return the limit that the program exceeds; empty if none."""
@@ -316,8 +329,16 @@ class LocalSandbox:
     def _is_full(self, pids: Iterable[int] = ()) -> str:
         """Return "disk" if the folder has too much in it, with what these processes have deleted
         and keep open."""
-        most = self.limits.disk_bytes
-        return "disk" if disk_bytes(str(self._files), {*pids}, most) > most else ""
+        assert self._folder is not None
+        most, folder = self.limits.disk_bytes, str(self._folder / "files")
+        return "disk" if disk_bytes(folder, {*pids}, most) > most else ""
+
+
+async def _remove(folder: str) -> None:
+    """Remove a folder, however deep it is."""
+    command = ["rm", "-rf", "--", folder]
+    remove = partial(subprocess.run, command, check=False, capture_output=True)
+    await asyncio.get_running_loop().run_in_executor(THREADS, remove)
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -335,42 +356,3 @@ def _end_marked(mark: str) -> None:
         with suppress(OSError):  # it has ended, or is another user's
             if word in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Program:
-    """A program that runs; `wait` returns its exit code."""
-
-    pid: int
-    stdout: IO[bytes]
-    stderr: IO[bytes]
-    wait: Callable[[], int]
-    is_whole: bool = False  # all that it starts ends with it
-
-    def end(self) -> None:
-        """End it with all that it has started, also what has left its group."""
-        if not self.is_whole:
-            end_descendants(self.pid)
-        for kill, number in ((os.killpg, self.pid), (os.kill, self.pid)):
-            with suppress(ProcessLookupError):
-                kill(number, signal.SIGKILL)
-
-
-class _Tail:
-    """The end of what comes through a pipe."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self.pipe, self.is_closed = pipe, False
-        self._data = b""
-        os.set_blocking(pipe.fileno(), False)
-
-    def read(self) -> None:
-        """Read what is there."""
-        with suppress(BlockingIOError):
-            while data := os.read(self.pipe.fileno(), READ_BYTES):
-                self._data = (self._data + data)[-TAIL_BYTES:]
-            self.is_closed = True
-
-    @property
-    def text(self) -> str:
-        return self._data.decode(errors="replace")
