@@ -208,6 +208,7 @@ def finish_reason(sampling: np.ndarray | Sequence[float]) -> FinishReason:
     return [*FINISH_CODES][int(sampling[-1])]
 
 
+TASK = "harbor"  # the field of a row that is a task: its settings and files, as JSON
 SOURCE_ROWS = 2**32  # that a source may have; the ids of the next one's prompts begin there
 
 GENERATE, SCORE, INFER, SETTLE, TRAIN = "generate", "score", "infer", "settle", "train"

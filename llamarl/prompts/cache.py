@@ -39,6 +39,7 @@ from llamarl.prompts.rows import (
     rows_in_memory,
     write_rows,
 )
+from llamarl.scoring.agent.tasks import TASK_FILE
 from llamarl.scoring.definition import Kinds, as_kinds, schemas_of
 from llamarl.scoring.rewards import check_answer
 from llamarl.scoring.user_code.pool import Call, UserCode, run_once
@@ -78,6 +79,11 @@ class PromptSource:
     has_answers: bool = False
     """True for demonstrations."""
 
+    @property
+    def has_tasks(self) -> bool:
+        """Whether its files are those of tasks, of which each has more files beside it."""
+        return any(path.name == TASK_FILE for path in self.files[:1])
+
     def rules(self) -> Rules:
         """Return the rules, ready to be used."""
         if self.has_answers:
@@ -108,10 +114,10 @@ def read_source(
     """Return all prompts of a source, or the first `most`. The log says how many rows were left out
     or cut. ValueError as `PromptRules.make_all`, if there is no prompt, or if the cache cannot be
     written."""
-    is_small = sum(path.stat().st_size for path in source.files) < LEAST_BYTES
+    is_small = source.has_tasks or sum(each.stat().st_size for each in source.files) < LEAST_BYTES
     if is_small or most is not None:
         rules, first = source.rules(), [FilePiece(str(path)) for path in source.files[:1]]
-        pieces = cut_files(source.files) if most is None else first
+        pieces = cut_files(source.files) if most is None or source.has_tasks else first
         made = rules.make_all(enumerate(source.made, start=1), source.place)
         prompts = chain(*(_make(piece, rules) for piece in pieces), made)
         rows, counts = rows_in_memory(islice(prompts, most)), rules.counts

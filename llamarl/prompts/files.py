@@ -1,5 +1,5 @@
-"""Files of prompts (JSON lines, Parquet, Arrow): their rows, and pieces of them that several
-processes read.
+"""Files of prompts (JSON lines, Parquet, Arrow) and folders of tasks: their rows, and pieces of
+them that several processes read.
 
 The pieces of a source give the rows that its files give one after another, with the same
 numbers."""
@@ -15,6 +15,7 @@ from typing import Any
 
 from llamarl.core.files import parse
 from llamarl.model.messages import NumberedRow, shorten_value
+from llamarl.scoring.agent.tasks import TASK_FILE, find_tasks, read_row
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 ARROW_MAGIC = b"ARROW1"  # begins a file of it, and not a stream
@@ -26,7 +27,8 @@ BLOCK_BYTES = 2**20
 @dataclass(frozen=True, slots=True)
 class FilePiece:
     """The bytes of a .jsonl file, or rows of any other, from `start` to `stop`; `line` counts its
-    lines or rows before `start`, and `before` those of earlier files of the source."""
+    lines or rows before `start`, and `before` those of earlier files of the source. A task is one
+    row."""
 
     path: str
     start: int = 0
@@ -38,18 +40,23 @@ class FilePiece:
         """Yield its rows, numbered as in its file; ValueError, naming file and line, if
         malformed."""
         path = Path(self.path)
+        if path.name == TASK_FILE:
+            return iter([(1, read_row(path))])
         if path.suffix == ".jsonl":
             return _read_lines(path, self.start, self.stop, self.line)
         return _read_columns(path, self.start, self.stop)
 
 
 def find_files(path: Path) -> list[Path]:
-    """Return a file of prompts, or those of a folder in the order of their names. ValueError unless
-    they are of a known format and there."""
+    """Return a file of prompts, or those of a folder in the order of their names; for a folder of
+    tasks the file of each. ValueError unless they are of a known format and there."""
     if path.is_dir():
         if files := sorted(each for each in path.iterdir() if each.suffix in SUFFIXES):
             return files
-        raise ValueError(f"a folder of prompts must hold {', '.join(SUFFIXES)} files, got {path}")
+        if tasks := find_tasks(path):
+            return tasks
+        must = f"hold {', '.join(SUFFIXES)} files, or folders of tasks with a {TASK_FILE}"
+        raise ValueError(f"a folder of prompts must {must}, got {path}")
     if path.suffix not in SUFFIXES:
         must = "a prompt file must end in .jsonl, .parquet or .arrow"
         raise ValueError(f"{must}, got {str(path)!r}")
@@ -71,7 +78,9 @@ def cut_files(files: Sequence[Path]) -> list[FilePiece]:
     pieces: list[FilePiece] = []
     before = 0
     for path in files:
-        if path.suffix == ".jsonl":
+        if path.name == TASK_FILE:
+            places, stop, num_lines = [(0, 0)], 1, 1
+        elif path.suffix == ".jsonl":
             *places, (stop, num_lines) = _cut_lines(path)
         else:
             with _arrow_errors(path):

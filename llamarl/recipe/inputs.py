@@ -18,6 +18,7 @@ from typing import Any
 from llamarl.core import files
 from llamarl.core.config import Config, TransformersConfig, VllmConfig
 from llamarl.core.config.generator import alone, named, pools_of
+from llamarl.core.config.inputs import AGENT
 from llamarl.core.device.names import ALLOCATOR_VARIABLES, GPU, has_driver
 from llamarl.core.extensions import TaskSource
 from llamarl.core.fields import require
@@ -53,10 +54,12 @@ from llamarl.recipe.prompt_inputs import (
     read_task,
     resolve,
 )
-from llamarl.scoring.agent.command import check_command
+from llamarl.scoring.agent.command import check_command, image_of
+from llamarl.scoring.agent.tasks import task_of
 from llamarl.scoring.definition import Kinds
 from llamarl.scoring.rewards import check_pattern
 from llamarl.scoring.sandbox.containers import lacking, missing
+from llamarl.scoring.sandbox.docker import missing_engine, missing_image
 from llamarl.scoring.stages import INFER, FrozenModel, Graph
 from llamarl.scoring.turn_format import TurnFormats
 from llamarl.storage.archive import is_kept
@@ -229,8 +232,7 @@ def read_inputs(
     else:
         read = partial(read_prompts, config, tokenizer, kinds, task_source, show=show)
         prompts, held_out = _read_all(config, read, needs_prompts=needs_prompts)
-    for prompt in (*prompts[:1], *held_out[:1]):
-        check_command(config.environment, prompt)
+    _check_episodes(config, prompts, held_out)
     if not config.algorithm.is_sft and any(is_chat(each, config.data) for each in prompts[:1]):
         _warn_of_endless_turns(config, tokenizer, architecture)
     replay_lengths = []
@@ -253,6 +255,32 @@ def read_inputs(
         kinds=kinds,
         replay_lengths=replay_lengths,
     )
+
+
+def _check_episodes(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
+    """Raise a ValueError unless the recipe's agent can play the first prompts, and all that are
+    tasks. The log says in one line if tasks may want an internet that they do not have."""
+    environment, images, wanting = config.environment, dict[str, str](), list[str]()
+    names = (*config.data.sources, *config.held_out_sets.values())
+    differ = "{" in environment.image or any(os.path.isdir(resolve(config, n)) for n in names)
+    for some in (prompts, held_out):
+        for prompt in some if environment.command and differ else some[:1]:
+            task = task_of(prompt.fields)
+            check_command(environment, prompt)
+            if environment.image:
+                how = ""
+                if task is not None and task.build:
+                    how = f" (docker build --tag {task.image} {task.build})"
+                images.setdefault(image_of(environment.image, prompt.fields), how)
+            if task is not None and task.has_internet and not environment.internet:
+                wanting.append(task.name)
+    if image := missing_image(environment.engine, [*images]):
+        must = f"name images that are on this machine{images[image]}"
+        raise ValueError(f"environment.image must {must}, got none that is called {image}")
+    if wanting:
+        words = "%d tasks may use the internet, such as %s, which their sandboxes do not reach: %s"
+        advice = "say allow_internet = false in task.toml, or set environment.internet"
+        log.warning(words, len(wanting), wanting[0], advice)
 
 
 def _warn_of_endless_turns(
@@ -290,8 +318,13 @@ def _read_all(
 def check_sandbox(config: Config) -> None:
     """Raise a ValueError if the recipe runs programs that a model wrote, and they cannot be
     contained. The log says in one line what cannot be kept from them on this machine."""
+    in_container = config.environment.sandbox == "docker"
+    if in_container and (what := missing_engine(config.environment.engine)):
+        must = "be local where the engine of containers cannot be reached"
+        raise ValueError(f"environment.sandbox must {must}, got docker: {what}")
     runs_programs = "code" in config.reward.functions
-    runs_programs |= bool({"python", "agent"} & {*config.environment.tools})
+    own = {"python"} if in_container else {"python", AGENT}
+    runs_programs |= bool(own & {*config.environment.tools})
     if not (runs_programs and config.reward.sandbox):
         return
     if what := missing():

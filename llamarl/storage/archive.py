@@ -29,6 +29,7 @@ from llamarl.core.records import (
     REWARD,
     ROUTED_EXPERTS,
     SAMPLING,
+    TASK,
     TOKEN_VERSIONS,
     TRAINER_LOGPROBS,
     TURNS,
@@ -61,7 +62,8 @@ def make_record(
 ) -> dict[str, Any]:
     """Return the archive's record of a rollout beside its arrays: its prompt, from the sources
     `prompts` or the file of its set in `held_out`, with its question in `prompt_field`, and its
-    outcome. `rewards` has the result of each of the reward `functions`, None without one.
+    outcome. `rewards` has the result of each of the reward `functions`, None without one. What the
+    episode of a task needs is left out.
 
     `row_id` may be that of a further conversation of an episode: score and numbers are the
     episode's, the advantage is its own. `step` is the step that trained it, or should have; for an
@@ -71,6 +73,7 @@ def make_record(
     parts, extra = ({}, {}) if score is None else (score.parts, score.extra)
     version = int(outcome["version"]) if "version" in outcome else group.step
     places = dict(zip(group.row_ids, group.advantages, strict=False))
+    fields = {name: value for name, value in prompt.fields.items() if name != TASK}
     return {
         "step": version if prompt.is_held_out else version + 1,
         "group_id": None if prompt.is_held_out else group.group_id,
@@ -81,7 +84,7 @@ def make_record(
         "epoch": prompt.epoch,
         "prompt": prompt.text,
         "question": prompt.question(prompt_field),
-        "fields": json.dumps(prompt.fields, ensure_ascii=False, default=str),
+        "fields": json.dumps(fields, ensure_ascii=False, default=str),
         "rewards": {name: parts.get(name) for name in (*functions, *parts)},
         "correct": None if score is None or score.status is not StageStatus.OK else score.correct,
         "error": group.errors.get(row_id) or ("" if score is None else score.error),

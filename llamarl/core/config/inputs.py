@@ -158,13 +158,25 @@ class EnvironmentConfig(Section):
     {field} is that of the prompt's row, and {python} this Python. It runs in a folder of its own,
     in a sandbox, with the model's address and key in the variables that OpenAI's and Anthropic's
     clients read."""
+    sandbox: str = choice("local", "docker")
+    """Where an agent's programs run: local (with the programs of this machine) | docker (in a
+    container of `image`, by the command line of docker or podman)."""
+    image: str = ""
+    """The image of containers, which must be on the machine; {field} is that of the prompt's row,
+    such as {image} of a task."""
+    engine: str = "docker"
+    """The program that makes containers: docker, podman, or the path of one with their commands."""
+    internet: bool = False
+    """Containers have the engine's network `bridge`, for tasks that fetch something | false: their
+    only network is the model."""
     files: str | None = None
-    """Folder of the recipe whose files are in an agent's folder. A row may have more in its field
-    `files`: texts by path."""
+    """Folder of the recipe whose files are in an agent's folder, with tasks in /agent. A row may
+    have more in its field `files`: texts by path."""
     check_command: list[str] = field(default_factory=list)
     """The program that gives the episode's reward, which runs in the folder after the agent: the
     number in the last line that it prints, else 1 if it exits with 0 and 0 if it exits with 1. Any
-    other end is a failure. The row is in LLAMARL_ROW, as JSON."""
+    other end is a failure. The row is in LLAMARL_ROW, as JSON. []: the prompts are tasks, which
+    bring their tests."""
     check_files: str | None = None
     """Folder of the recipe whose files are put beside the agent's before the check."""
     max_programs: int = number(32, least=1, most=4096)
@@ -173,9 +185,10 @@ class EnvironmentConfig(Section):
     readable: list[str] = field(default_factory=list)
     """Paths outside the system's folders that agents may read, such as where they are installed."""
     memory_mib: int = number(2048, least=16, most=2**24)
-    """Memory of an agent with all that it starts."""
+    """Memory of an agent with all that it starts, unless its task says how much."""
     disk_mib: int = number(256, least=1, most=2**24)
-    """Size of an agent's folder."""
+    """Size of an agent's folder, or of all that it writes in a container, unless its task says how
+    much."""
     max_turns: int = number(8, least=1, most=10_000)
     """Turns of the model in an episode. A call in the last one is not run: the rollout ends as at
     sampling.max_tokens."""
@@ -204,9 +217,15 @@ class EnvironmentConfig(Section):
     def check(self) -> None:
         has_agent = AGENT in self.tools
         self.require(not has_agent or self.tools == [AGENT], "tools", "have agent alone")
-        for name in ("command", "check_command"):
-            must = "name a program with environment.tools=[agent], and be [] without"
-            self.require(bool(getattr(self, name)) == has_agent, name, must)
+        must = "name a program with environment.tools=[agent], and be [] without"
+        self.require(bool(self.command) == has_agent, "command", must)
+        must = "be [] without environment.tools=[agent]"
+        self.require(has_agent or not self.check_command, "check_command", must)
+        in_container = self.sandbox == "docker"
+        must = "name an image with environment.sandbox=docker, and be empty without"
+        self.require(bool(self.image) == in_container, "image", must)
+        must = "be false without environment.sandbox=docker"
+        self.require(in_container or not self.internet, "internet", must)
 
     @property
     def is_used(self) -> bool:
