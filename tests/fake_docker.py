@@ -184,6 +184,10 @@ def labelled(state: Path, wanted: str) -> list[str]:
 
 
 def main(state: Path, words: list[str]) -> None:
+    if (state / "says").exists():
+        sys.stderr.write((state / "says").read_text())
+    if words[0] == "exec" and (state / "broken").exists():
+        fail(f"{DAEMON}the container cannot be entered")
     if (state / "unreachable").exists():
         fail("Cannot connect to the Docker daemon at unix:///x.sock. Is the docker daemon running?")
     if words[0] == "run":

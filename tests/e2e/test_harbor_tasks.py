@@ -17,6 +17,7 @@ from tests.places import ROOT
 
 RECIPE = ROOT / "recipes" / "quickstart_agent"
 IMAGE = "tests/task:1"
+NO_BWRAP = shutil.which("bwrap") is None
 TOML = f"""
 [verifier]
 timeout_sec = 20.0
@@ -67,7 +68,7 @@ def settings(tmp_path: Path, tasks: Path, place: str) -> list[str]:
     return [*found, f"data.prompts={tasks}"]
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="this Linux has no bubblewrap")
+@pytest.mark.skipif(NO_BWRAP, reason="this Linux has no bubblewrap")
 @pytest.mark.parametrize("place", ["local", "docker"])
 def test_rewards_are_those_of_the_tasks_tests(
     forks: Forks, tmp_path: Path, tasks: Path, place: str
@@ -125,7 +126,7 @@ def test_what_tasks_and_sandbox_need_is_one_line_before_the_run(
     assert "b/task.toml must be a readable TOML file" in refused("local")
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="this Linux has no bubblewrap")
+@pytest.mark.skipif(NO_BWRAP, reason="this Linux has no bubblewrap")
 def test_tasks_that_may_want_the_internet_are_told_that_there_is_none(
     forks: Forks, tmp_path: Path, tasks: Path
 ) -> None:
@@ -134,7 +135,7 @@ def test_tasks_that_may_want_the_internet_are_told_that_there_is_none(
     assert "1 tasks may use the internet, such as b, which their sandboxes" in done.stdout
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="this Linux has no bubblewrap")
+@pytest.mark.skipif(NO_BWRAP, reason="this Linux has no bubblewrap")
 def test_a_run_resumes_with_the_same_tasks_and_refuses_others(
     forks: Forks, tmp_path: Path, tasks: Path
 ) -> None:

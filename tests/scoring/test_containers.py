@@ -24,9 +24,8 @@ from tests.containers import IMAGE, make_engine
 from tests.fake_docker import OPTIONS
 
 URL = "http://127.0.0.1:40009/x/v1"
-needs_bwrap = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="this Linux has no bubblewrap"
-)
+NO_BWRAP, NO_DOCKER = (shutil.which(name) is None for name in ("bwrap", "docker"))
+needs_bwrap = pytest.mark.skipif(NO_BWRAP, reason="this Linux has no bubblewrap")
 FLAG = re.compile(r"^\s+(?:(-\w), )?(--[\w-]+)(?: (\w+))?(?:\s{2,}|$)")
 
 
@@ -71,7 +70,7 @@ def _flag(line: str) -> tuple[str, str, str] | None:
     return None if match is None else (match[1] or match[2], match[2], match[3] or "")
 
 
-@pytest.mark.skipif(shutil.which("docker") is None, reason="this Linux has no docker")
+@pytest.mark.skipif(NO_DOCKER, reason="this Linux has no docker")
 @pytest.mark.parametrize("command", OPTIONS)
 def test_docker_knows_each_option_that_its_stand_in_knows(command: str) -> None:
     found = options_of(command)
@@ -79,7 +78,7 @@ def test_docker_knows_each_option_that_its_stand_in_knows(command: str) -> None:
         assert found.get(name) is has_value, f"docker {command} {name}"
 
 
-@pytest.mark.skipif(shutil.which("docker") is None, reason="this Linux has no docker")
+@pytest.mark.skipif(NO_DOCKER, reason="this Linux has no docker")
 def test_without_an_engine_docker_itself_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,6 +119,21 @@ async def test_a_container_that_is_gone_is_a_failure_and_no_exit_code(
         for ask in (sandbox.run(["true"], {}, 60.0), sandbox.write("x", b""), sandbox.read("x")):
             with pytest.raises(RuntimeError, match="must succeed, got"):
                 await ask
+
+
+@needs_bwrap
+async def test_what_the_engine_says_itself_is_no_programs_end(engine: str, tmp_path: Path) -> None:
+    async with opened(engine) as sandbox:
+        (tmp_path / "engine" / "says").write_text("docker is another program here\n")
+        ran = await sandbox.run(["sh", "-c", "echo mine >&2; exit 1"], {}, 60.0)
+        assert (ran.exit_code, ran.stderr) == (1, "mine\n")
+        much = "import sys; sys.stderr.write('x' * 10**6)"
+        assert (
+            await sandbox.run([os.path.realpath(sys.executable), "-c", much], {}, 60.0)
+        ).exit_code == 0
+        (tmp_path / "engine" / "broken").touch()
+        with pytest.raises(RuntimeError, match=r"exec must succeed, got: .* cannot be entered"):
+            await sandbox.run(["true"], {}, 60.0)
 
 
 @needs_bwrap

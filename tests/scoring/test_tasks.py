@@ -206,6 +206,7 @@ async def test_the_reward_is_what_the_tests_leave_and_nothing_that_the_agent_pla
 ) -> None:
     folder = write_task(tmp_path / "a", test=STRICT)
     plant = "[ $COLOUR = red ] && [ $(cat in/data.txt) = data ] && echo 0.75 > answer.txt\n"
+    plant += "touch /logs/agent/trace /logs/artifacts/own || exit 127\n"
     plant += "mkdir -p /logs/verifier /tests/data; echo 1 > /logs/verifier/reward.txt\n"
     plant += "echo '{{\"reward\": 1}}' > /logs/verifier/reward.json; echo no > /tests/planted\n"
     plant += "ln -s /app /tests/link; (while true; do echo 9 > /logs/verifier/reward.json; done) &"

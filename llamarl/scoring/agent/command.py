@@ -26,6 +26,7 @@ from llamarl.scoring.sandbox.sandboxes import MIB, LocalSandbox, Sandbox, Sandbo
 ROW_FILES = "files"  # of a prompt's row: texts by path
 MAX_FILES_BYTES = 16 * MIB  # that are carried to each host
 SHOWN_CHARS = 2000
+OWN_LOGS = "agent", "verifier", "artifacts"  # folders that a task finds in /logs
 TRACEBACK = "Traceback (most recent call last):"
 Files = Mapping[str, str]
 """Files by their paths, in base64."""
@@ -171,8 +172,10 @@ class CommandEnvironment(AgentEnvironment):
             await _put(sandbox, spec.files, "" if task is None else AGENT)
             for path, text in (row.get(ROW_FILES) or {}).items():
                 await sandbox.write(path, str(text).encode())
-            if task is not None and not spec.image:
-                await _put(sandbox, task.files)
+            if task is not None:
+                for name in OWN_LOGS:
+                    await sandbox.empty(f"{LOGS}/{name}")
+                await _put(sandbox, {} if spec.image else task.files)
             command = words_of(spec.command, row, "environment.command", python)
             own = variables(url) | dict(task.variables if task is not None else {})
             limit_s = math.inf if task is None else task.agent_timeout_s or math.inf

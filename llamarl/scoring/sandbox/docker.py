@@ -193,9 +193,10 @@ class ContainerSandbox:
                 ended_for = "memory"
             self._num_killed = num_killed
             ended_for = ended_for or self._is_full()
-            if not (ended_for or err.begins_with(STARTED)):  # the exit code is the engine's own
+            if not (ended_for or err.began_with(STARTED)):  # the exit code is the engine's own
                 raise RuntimeError(_failed([self.engine, "exec"], err.text))
-            exit_code, errors = None if ended_for else code, err.text.removeprefix(STARTED)
+            exit_code = None if ended_for else code
+            errors = err.text.split(STARTED, 1)[-1]  # without what the engine has said before
             return Ran(exit_code=exit_code, stdout=out.text, stderr=errors, ended_for=ended_for)
         finally:
             if process.poll() is None:
@@ -251,13 +252,12 @@ class _Keeper:
 
     def close(self) -> None:
         """Wait until the program that made the container has ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
-        self._end()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
+        with self._lock:  # a thread may still wait for an answer
+            self._end()
+            for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+                assert pipe is not None
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
     def _end(self) -> str:
         """End that program, and return what it said."""

@@ -59,9 +59,9 @@ class Tail:
                 self._data = (self._data + data)[-TAIL_BYTES:]
             self.is_closed = True
 
-    def begins_with(self, greeting: str) -> bool:
-        """Return whether this came first, also if it is not in the end any more."""
-        return self._head.startswith(greeting.encode())
+    def began_with(self, greeting: str) -> bool:
+        """Return whether this was in what came first, also if it is not in the end any more."""
+        return greeting.encode() in self._head
 
     @property
     def text(self) -> str:
