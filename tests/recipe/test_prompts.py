@@ -312,7 +312,8 @@ def test_pieces_of_a_folder_give_its_rows(
 
 
 def test_a_folder_without_rows_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must hold \.jsonl, \.parquet, \.arrow files, got"):
+    must = r"must hold \.jsonl, \.parquet, \.arrow files, or folders of tasks"
+    with pytest.raises(ValueError, match=must):
         list(read_rows(tmp_path))
 
 

@@ -30,8 +30,9 @@ FLAG = re.compile(r"^\s+(?:(-\w), )?(--[\w-]+)(?: (\w+))?(?:\s{2,}|$)")
 
 
 @pytest.fixture(autouse=True)
-def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of temporary files is the test's own, so that nothing of others is removed."""
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder of temporary files is the test's own, so that nothing of others is removed; pytest
+    has made its own before."""
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         docker.remove_left.cache_clear()
@@ -228,6 +229,10 @@ async def test_the_next_process_removes_containers_that_were_left_and_none_that_
 ) -> None:
     left = own_folder / "llamarl-container-left"
     left.mkdir()
+    (left / "engine").write_text(engine)
+    other = own_folder / "llamarl-container-of-another-engine"
+    other.mkdir()
+    (other / "engine").write_text("another")
     run = [engine, "run", "--rm", "-i", "--pull", "never", "--name", "left", "--network", "none"]
     run += ["--label", f"llamarl={left}", "--memory", "99999999", "--memory-swap", "99999999"]
     run += ["--mount", f"type=bind,src={left},dst=/left,readonly", "--entrypoint", "/usr/bin/sleep"]
@@ -239,6 +244,7 @@ async def test_the_next_process_removes_containers_that_were_left_and_none_that_
         assert (await sandbox.run(["true"], {}, 60.0)).exit_code == 0
         assert len([*(tmp_path / "engine" / "containers").iterdir()]) == 2
     assert not left.exists()
+    assert other.exists()
     assert at_work.poll() is None
     at_work.kill()
     at_work.wait()

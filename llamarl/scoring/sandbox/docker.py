@@ -42,6 +42,7 @@ from llamarl.scoring.sandbox.sandboxes import (
 from llamarl.scoring.sandbox.watched import READ_BYTES, Program, Tail, watch
 
 PREFIX, UNLOCKED = "llamarl-container-", "new-"
+ENGINE_FILE = "engine"  # in the folder of a container
 LABEL = "llamarl"  # of a container; its value is the folder that a run keeps for it
 CALL_S = 120.0  # for a call of the program to end, on a machine that is busy
 LOOK_S = 5.0  # between two looks at what a container has written, of which each reads all of it
@@ -91,6 +92,7 @@ class ContainerSandbox:
         new = Path(tempfile.mkdtemp(prefix=UNLOCKED + PREFIX))
         self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
         flock(self._lock, LOCK_EX)
+        (new / ENGINE_FILE).write_text(self.engine)
         self._folder = new.rename(new.with_name(new.name.removeprefix(UNLOCKED)))
         way = self._folder / "way"
         way.mkdir()
@@ -325,13 +327,14 @@ def own_python() -> tuple[list[str], dict[str, str]]:
 
 @functools.cache
 def remove_left(engine: str) -> None:
-    """Remove, once per process, the containers that killed processes of this user have left, with
-    their folders."""
+    """Remove, once per process, the containers of this engine that killed processes of this user
+    have left, with their folders."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # another user's, or one at work
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if os.fstat(descriptor).st_uid == os.geteuid():
+                is_own = os.fstat(descriptor).st_uid == os.geteuid()
+                if is_own and (folder / ENGINE_FILE).read_text() == engine:
                     flock(descriptor, LOCK_EX | LOCK_NB)
                     remove_containers(engine, str(folder))
                     _remove(str(folder))
