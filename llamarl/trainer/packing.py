@@ -115,24 +115,27 @@ def make_batch(
     own = {i: advantage for group in groups for i, advantage in group.own_advantages.items()}
     advantages = [*scale([*advantages, *own.values()])]
     own = dict(zip(own, advantages[len(rollouts) :], strict=True))
-    rows = tuple(
-        BatchRollout(
-            row_id=row.row_id,
-            group_id=group.group_id,
-            num_prompt_tokens=row.num_prompt_tokens,
-            num_tokens=row.num_tokens,
-            num_generated=row.num_generated,
-            advantage=own.get(row.row_id, advantage),
-            oldest_version=oldest_version,
-            is_kept=group.prompt.is_kept,
-            num_in_rollout=sum(each.num_generated for each in rollout.sequences),
-        )
-        for (group, rollout), advantage in zip(rollouts, advantages, strict=False)
-        for row in rollout.sequences
-    )
+    rows: list[BatchRollout] = []
+    for (group, rollout), advantage in zip(rollouts, advantages, strict=False):
+        counts = [row.num_generated for row in rollout.sequences]
+        num_in_rollout, is_kept = sum(counts), group.prompt.is_kept
+        rows += [
+            BatchRollout(
+                row_id=row.row_id,
+                group_id=group.group_id,
+                num_prompt_tokens=row.num_prompt_tokens,
+                num_tokens=row.num_tokens,
+                num_generated=num_generated,
+                advantage=own.get(row.row_id, advantage),
+                oldest_version=oldest_version,
+                is_kept=is_kept,
+                num_in_rollout=num_in_rollout,
+            )
+            for row, num_generated in zip(rollout.sequences, counts, strict=True)
+        ]
     lengths = [row.num_prompt_tokens + row.num_tokens for row in rows]
     assignment = pack(lengths, num_ranks, tokens_per_micro_batch, attention_cost)
-    return Batch(version=version, rows=rows, assignment=assignment)
+    return Batch(version=version, rows=tuple(rows), assignment=assignment)
 
 
 def pack(
