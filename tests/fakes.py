@@ -82,7 +82,8 @@ class WatchedStorage(StorageWorker):
             self.outcomes[row_id] = dict(outcome)
         if self._retire_s:
             await asyncio.sleep(self._retire_s)
-        stored = [row_id for rows, _ in self._table.groups(row_ids) for row_id in rows]
+        with_others = self._table.with_conversations(row_ids)
+        stored = [row_id for rows, _ in self._table.groups(with_others) for row_id in rows]
         versions = (await self.read(stored, [TOKEN_VERSIONS]))[TOKEN_VERSIONS]
         self.versions |= {i: each.tolist() for i, each in zip(stored, versions, strict=True)}
         await super().retire(row_ids, outcome)

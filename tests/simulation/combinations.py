@@ -161,6 +161,8 @@ def _episodes(rng: random.Random) -> dict[str, Any]:
     tail = (0.0,) * 8 + (0.3, rng.choice([2.0, 40.0]))
     return {
         "most_turns": rng.choice([1, 3, 8]),
+        "most_conversations": rng.choice([1, 1, 2, 5]),
+        "are_parallel": rng.random() < 0.5,
         "tool_seconds": rng.choice([(0.0,), (0.01, 0.1), tail]),
         "tool_failed_share": rng.choice([0.0, 0.0, 0.02]),
         "observation_tokens": rng.choice([1, 5]),

@@ -5,7 +5,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -274,6 +274,14 @@ class StoredRollouts(SimulatedRollouts):
                     written=written,
                     reason=row.finish_reason,
                     episode=row.episode,
+                    conversations=tuple(
+                        RequestOutput(
+                            request=replace(request, row_id=each.row_id),
+                            written=tokens_of(each),
+                            reason=each.finish_reason,
+                        )
+                        for each in row.conversations
+                    ),
                 )
             )
         if finished:

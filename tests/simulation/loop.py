@@ -38,6 +38,7 @@ from llamarl.core.records import (
     StageResult,
     StageStatus,
     TurnResult,
+    episode_of,
 )
 from llamarl.metrics.span import Spans
 from llamarl.planner.simulation.costs import Costs
@@ -80,7 +81,12 @@ class LoopWorkload(Workload):
     failed_share: float = 0.0
     stage_drop_share: float = 0.0
     turns_of: Callable[[int], int] = lambda row_id: 1
+    count_of: Callable[[int], int] = lambda row_id: 1
+    """The conversations of an episode."""
     tool_failed_share: float = 0.0
+
+    def conversations_of(self, row_id: int) -> int:
+        return self.count_of(row_id)
 
     def answer(self, row_id: int, turn: int) -> tuple[float, TurnResult]:
         rng = random.Random(f"{row_id} {turn}")
@@ -202,6 +208,9 @@ class Loop:
     storage: WatchedStorage = field(default_factory=WatchedStorage)
     most_turns: int = 0
     """Turns of an episode, 1 to this many by row; 0: there are no episodes."""
+    most_conversations: int = 1
+    """Conversations of an episode, 1 to this many by row, each with turns of its own."""
+    are_parallel: bool = False
     tool_seconds: tuple[float, ...] = (0.0,)
     tool_failed_share: float = 0.0
     observation_tokens: int = 3
@@ -220,6 +229,9 @@ class Loop:
             row_step=self.num_hosts,
             num_turns=max(1, self.most_turns),
             turns_of=self.turns_of,
+            num_conversations=self.most_conversations,
+            count_of=self.conversations_of,
+            are_parallel=self.are_parallel,
             tool_seconds=self.tool_seconds,
             tool_failed_share=self.tool_failed_share,
             observation_tokens=self.observation_tokens,
@@ -253,8 +265,12 @@ class Loop:
         self.replica_of: dict[int, int] = {}  # by trained row
 
     def turns_of(self, row_id: int) -> int:
-        """The turns of an episode."""
+        """The turns of an episode, or of a conversation."""
         return random.Random(row_id).randint(1, max(1, self.most_turns))
+
+    def conversations_of(self, row_id: int) -> int:
+        """The conversations of an episode."""
+        return random.Random(f"{row_id}").randint(1, self.most_conversations)
 
     def _config(self) -> Config:
         return make_recipe(
@@ -344,7 +360,7 @@ class Loop:
             self.batches.append(batch)
             rollouts = {row: each for group in groups for row, each in group.rollouts.items()}
             for row in batch.rows:
-                self.replica_of[row.row_id] = rollouts[row.row_id].replica
+                self.replica_of[row.row_id] = rollouts[episode_of(row.row_id)[0]].replica
             self.part_starts[version].append(asyncio.get_running_loop().time())
             return batch
 

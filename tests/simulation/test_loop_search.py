@@ -9,7 +9,7 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 
-from llamarl.core.records import StageStatus
+from llamarl.core.records import StageStatus, conversation_row, episode_of
 from llamarl.planner.simulation.clock import run
 from tests.random_search import case, searched
 from tests.simulation.combinations import draw, due_evaluations
@@ -60,7 +60,8 @@ def check(loop: Loop) -> None:
 
 
 def check_steps(loop: Loop) -> None:
-    """A step has so many groups, each once and whole but for what its stages dropped."""
+    """A step has so many groups, each once and whole but for what its stages dropped: every
+    conversation of an episode."""
     outcomes = loop.storage.outcomes
     left_out = {row for row, found in outcomes.items() if found.get("left_out")}
     trained = Counter((batch.version, row.row_id) for batch in loop.batches for row in batch.rows)
@@ -70,10 +71,15 @@ def check_steps(loop: Loop) -> None:
         rows_of.setdefault(group, set()).add(row)
     for version in range(loop.state.get("version", 0), loop.trainer.version):
         rows = {row for found, row in trained if found == version}
-        groups = {loop.group_of[row] for row in rows}
+        groups = {loop.group_of[episode_of(row)[0]] for row in rows}
         assert len(groups) == loop.groups_per_step
-        assert rows == {row for group in groups for row in rows_of[group]} - left_out
-        for row, stage in product(rows, loop.stages):
+        whole = {row for group in groups for row in rows_of[group]} - left_out
+        assert rows == {
+            conversation_row(row, number)
+            for row in whole
+            for number in range(loop.conversations_of(row))
+        }
+        for row, stage in product(whole, loop.stages):
             result = loop.workload.pass_stage(stage, row)
             assert (result.reason, result.status) == ("", StageStatus.OK), "it was dropped"
     if loop.sampler != "task":
@@ -118,16 +124,16 @@ def check_outcomes(loop: Loop) -> None:
     """What was trained on is archived so, with its last step, and nothing is left in storage but
     what replicas write of rollouts that the run's end cuts off."""
     made = [batch for batch in loop.batches if batch.version < loop.trainer.version]
-    last_step = {row.row_id: batch.version for batch in made for row in batch.rows}
+    last_step = {episode_of(row.row_id)[0]: batch.version for batch in made for row in batch.rows}
     outcomes = loop.storage.outcomes
     trained = {row: o["version"] for row, o in outcomes.items() if o["outcome"] == "trained"}
     assert trained == last_step
-    uses = Counter(row.row_id for batch in made for row in batch.rows)
+    uses = Counter(i for batch in made for i in {episode_of(row.row_id)[0] for row in batch.rows})
     assert all(outcomes[row].get("num_uses", 1) == num for row, num in uses.items())
     assert loop.prompt_of.keys() <= outcomes.keys(), "a rollout without an outcome"
     assert "lost" not in {found["outcome"] for found in outcomes.values()}
-    rows_left = loop.storage._table.groups([*outcomes])
-    left = {outcomes[row]["outcome"] for rows, _ in rows_left for row in rows}
+    rows_left = loop.storage._table.groups(loop.storage._table.with_conversations([*outcomes]))
+    left = {outcomes[episode_of(row)[0]]["outcome"] for rows, _ in rows_left for row in rows}
     assert left <= {"unused"}, "rows were left in storage"
 
 

@@ -313,6 +313,7 @@ def play(rng: random.Random, root: Path) -> None:
             "rollouts_per_prompt": rng.choice([2, 3]),
             "drop_share": rng.choice([0.0, 0.3, 0.5]),
             "keep_rollouts": rng.choice([0.0, 0.4, 1.0]),
+            "most_conversations": 1,
         }
         loop = draw(rng, **options, state=state, storage=WatchedStorage(folder))
         step = rng.randint(0, fixed["num_steps"] - loop.trainer.version)

@@ -3,7 +3,7 @@ do, in the time that the real ones would take; the values that they return are m
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from llamarl.core.config.generator import number_of, pools_of
 from llamarl.core.errors import StaleVersion
@@ -16,8 +16,11 @@ from llamarl.core.records import (
     RolloutInfo,
     StageItem,
     StageResult,
+    StageStatus,
     TurnItem,
     TurnResult,
+    conversation_row,
+    episode_of,
 )
 from llamarl.planner.simulation.clock import Cores
 from llamarl.planner.simulation.costs import Costs
@@ -68,7 +71,8 @@ class SimulatedStorage(SimulatedExecutor):
 
 
 class SimulatedScorer(SimulatedExecutor):
-    """A faces.Processor with the workload's scores."""
+    """A faces.Processor with the workload's scores; a further conversation of an episode has
+    none."""
 
     async def process(self, items: list[StageItem]) -> list[StageResult]:
         await self._travel()
@@ -78,12 +82,15 @@ class SimulatedScorer(SimulatedExecutor):
             with self._timeline.bar("scorer", "score"):
                 await self._cores.work(self._costs.score_call_s + seconds)
         scores = [
-            self._workload.score(row_id, prompt)
+            StageResult(row_id=row_id)
+            if episode_of(row_id)[1]
+            else self._workload.score(row_id, prompt)
             for row_ids, prompt in items
             if prompt is not None
             for row_id in row_ids
         ]
-        await self._rollouts.add_rewards(scores, self.writer)
+        own = [score for score in scores if not episode_of(score.row_id)[1]]
+        await self._rollouts.add_rewards(own, self.writer)
         return scores
 
 
@@ -124,36 +131,120 @@ class SimulatedStage(SimulatedExecutor):
         return [self._workload.pass_stage(self._stage, row_id) for row_id in row_ids]
 
 
+@dataclass(slots=True, eq=False)
+class SimulatedEpisode:
+    """An episode in progress, as `begun`: the turns of each conversation so far, the number of
+    conversations that are open, tokens and seconds of its environment. With `has_more` its replica
+    asks for the next conversation; `asked` is answered once that begins, or the episode ends. Then
+    `end` is its result, if that is not the usual one."""
+
+    begun: TurnItem
+    has_more: bool
+    num_turns: list[int] = field(default_factory=lambda: [0])
+    num_open: int = 1
+    num_observed: int = 0
+    environment_s: float = 0.0
+    asked: asyncio.Future[TurnResult] | None = None
+    end: TurnResult | None = None
+
+    def result(self, found: TurnResult) -> TurnResult:
+        """Return the result of a turn, with the numbers of the episode so far that a program's
+        have."""
+        numbers: dict[str, float] = {
+            "environment_s": self.environment_s,
+            "turns": sum(self.num_turns),
+            "conversations": len(self.num_turns),
+        }
+        if self.num_observed:
+            numbers["observed_tokens"] = self.num_observed
+        return replace(found, numbers=numbers) if self.has_more else found
+
+
 class SimulatedEnvironment(SimulatedExecutor):
-    """A faces.Environment that answers as the workload says, many turns at once."""
+    """A faces.Environment that answers as the workload says, many turns at once. Several
+    conversations are those of a program, which goes on where a limit has cut one."""
 
     def __init__(self, setting: Setting, costs: Costs, cores: Cores) -> None:
         super().__init__(setting, costs, cores)
-        self._played: dict[int, tuple[int, int]] = {}  # by row: its attempt, turns so far
+        self._played: dict[int, SimulatedEpisode] = {}  # by row
 
     async def answer(self, turn: TurnItem) -> TurnResult:
         await self._travel()
-        attempt, num_turns = self._played.get(turn.row_id, (-1, 0))
+        episode = self._played.get(turn.row_id)
+        attempt = -1 if episode is None else episode.begun.attempt
         if attempt >= turn.attempt if turn.prompt is not None else attempt != turn.attempt:
             return lost(turn)
         if turn.prompt is not None:
-            self._played[turn.row_id] = turn.attempt, 0
-            return replace(lost(turn), state=EpisodeState.GOES_ON)
-        self._played[turn.row_id] = turn.attempt, num_turns + 1
-        seconds, found = self._workload.answer(turn.row_id, num_turns + 1)
-        await self._cores.sleep(seconds)
-        result = replace(found, attempt=turn.attempt)
-        if turn.is_cut or (found.goes_on and self._workload.observation_tokens > turn.room):
-            result = replace(result, state=EpisodeState.LIMIT)
-        if not result.goes_on:
-            self._played.pop(turn.row_id, None)
+            self._forget(turn.row_id)
+            has_more = self._workload.num_conversations > 1
+            self._played[turn.row_id] = SimulatedEpisode(turn, has_more)
+            return replace(lost(turn), state=EpisodeState.GOES_ON, has_more=has_more)
+        assert episode is not None
+        if turn.opens:
+            episode.asked = asyncio.get_running_loop().create_future()
+            self._go_on(episode)
+            return await episode.asked
+        result = await self._take_turn(episode, turn)
+        if result.goes_on:
+            return episode.result(result)
+        if not episode.has_more:
+            self._drop(episode)
             return result
-        return replace(result, observation=(1,) * self._workload.observation_tokens)
+        episode.num_open -= 1
+        if result.status is not StageStatus.OK:
+            episode.end = episode.end or result
+        self._go_on(episode)
+        return replace(lost(turn), state=EpisodeState.CLOSED)
 
     async def forget(self, row_ids: list[int]) -> None:
         await self._travel()
         for row_id in row_ids:
-            self._played.pop(row_id, None)
+            self._forget(row_id)
+
+    async def _take_turn(self, episode: SimulatedEpisode, turn: TurnItem) -> TurnResult:
+        """Return what the workload says about a turn of a conversation."""
+        episode.num_turns[turn.conversation] += 1
+        row_id, num_turns = conversation_row(turn.row_id, turn.conversation), episode.num_turns
+        seconds, found = self._workload.answer(row_id, num_turns[turn.conversation])
+        await self._cores.sleep(seconds)
+        episode.environment_s += seconds
+        result, num_tokens = replace(found, row_id=turn.row_id, attempt=turn.attempt), 0
+        if turn.is_cut or (found.goes_on and self._workload.observation_tokens > turn.room):
+            result = replace(result, state=EpisodeState.LIMIT)
+        if result.goes_on:
+            num_tokens = self._workload.observation_tokens
+        episode.num_observed += num_tokens
+        return replace(result, observation=(1,) * num_tokens)
+
+    def _go_on(self, episode: SimulatedEpisode) -> None:
+        """Begin the next conversation if it is asked for and due, or end the episode that has no
+        other."""
+        asked, begun = episode.asked, episode.begun
+        if asked is None or asked.done():
+            return
+        result = TurnResult(row_id=begun.row_id, attempt=begun.attempt, state=EpisodeState.DONE)
+        has_next = len(episode.num_turns) < self._workload.conversations_of(begun.row_id)
+        is_due = self._workload.are_parallel or not episode.num_open
+        if episode.end is None and has_next and is_due:
+            assert begun.prompt is not None
+            episode.num_turns.append(0)
+            episode.num_open += 1
+            ids = begun.prompt.token_ids
+            result = replace(result, state=EpisodeState.GOES_ON, prompt_ids=ids, has_more=True)
+            asked.set_result(episode.result(result))
+        elif episode.end is not None or not (has_next or episode.num_open):
+            self._drop(episode)
+            asked.set_result(episode.result(episode.end or result))
+
+    def _forget(self, row_id: int) -> None:
+        if (episode := self._played.get(row_id)) is not None:
+            episode.end = lost(episode.begun)
+            self._go_on(episode)
+            self._drop(episode)
+
+    def _drop(self, episode: SimulatedEpisode) -> None:
+        if self._played.get(episode.begun.row_id) is episode:
+            del self._played[episode.begun.row_id]
 
 
 class SimulatedTrainer(Layouts):
@@ -311,8 +402,8 @@ class SimulatedRunLogger(RunObserver):
     def log_group(self, group: Group, verdict: Verdict) -> None:
         """Note the tokens that each replica has written of the group."""
         now_s = asyncio.get_running_loop().time()
-        for rollout in group.rollouts.values():
-            self._timeline.written.append((now_s, rollout.replica, rollout.num_generated))
+        for row in group.sequences:
+            self._timeline.written.append((now_s, row.replica, row.num_generated))
 
     def log_publish(self, seconds: float) -> None:
         """Note the time of the publish on the loop's clock: the publisher's own clock is the

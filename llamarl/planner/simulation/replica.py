@@ -146,10 +146,11 @@ class SimulatedReplica(Layouts):
         self._catch_up()
         stopped, self._stopped = self._stopped, []
         self._has_news.clear()
-        await self._cores.work(self._costs.store_row_s * len(stopped))
+        num_rows = sum(len(row.sequences) for _, row in stopped)
+        await self._cores.work(self._costs.store_row_s * num_rows)
         await self._rollouts.put(stopped, self.writer)
         if stopped and self._costs.row_s:  # in other processes, for which no executor waits
-            self._cores.start(self._costs.row_s * len(stopped), lambda: None)
+            self._cores.start(self._costs.row_s * num_rows, lambda: None)
         return [row for _, row in stopped]
 
     async def abort_requests(self, row_ids: list[int]) -> None:

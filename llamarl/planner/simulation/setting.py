@@ -39,7 +39,8 @@ class Rollout(NamedTuple):
 
 
 class SimulatedRollouts:
-    """The rollouts that replicas have written, by row id."""
+    """The rollouts that replicas have written, by row id: those of an episode in a row for each
+    conversation."""
 
     def __init__(self) -> None:
         self._rows: dict[int, RolloutInfo] = {}
@@ -47,7 +48,7 @@ class SimulatedRollouts:
     async def put(self, stopped: Sequence[tuple[Request, RolloutInfo]], writer: str) -> None:
         """Keep the rollouts that have stopped."""
         kept = (row for _, row in stopped if row.episode is None or not row.episode.is_lost)
-        self._rows.update((row.row_id, row) for row in kept)
+        self._rows.update((each.row_id, each) for row in kept for each in row.sequences)
 
     async def get(self, row_ids: list[int]) -> list[Rollout]:
         """Return the rollouts in this order; KeyError if one is not there."""
@@ -66,9 +67,11 @@ class SimulatedRollouts:
         """Take the rewards of scored rollouts, which are not kept here."""
 
     def forget(self, row_ids: Iterable[int]) -> None:
-        """Forget these rollouts, which storage has retired."""
+        """Forget these rollouts, which storage has retired, with all their conversations."""
         for row_id in row_ids:
-            self._rows.pop(row_id, None)
+            if (row := self._rows.pop(row_id, None)) is not None:
+                for each in row.conversations:
+                    self._rows.pop(each.row_id, None)
 
 
 def tokens_of(row: RolloutInfo) -> PartialOutput:

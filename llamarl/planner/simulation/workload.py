@@ -47,7 +47,14 @@ class Workload:
     """The difference between successive row ids of a group, as `controller/balance.py` gives them
     out."""
     num_turns: int = 1
-    """The turns of each episode; its rollout's tokens are spread over them evenly."""
+    """The turns of each episode, or of each of its conversations; the tokens of its rollout, or
+    of the conversation, are spread over them evenly."""
+    num_conversations: int = 1
+    """The conversations of each episode: each begins with the prompt of the rollout, and has a
+    length of its own."""
+    are_parallel: bool = False
+    """Whether they are written side by side; otherwise each begins once the one before has
+    ended."""
     tool_seconds: tuple[float, ...] = (0.0,)
     """The seconds that environments take for a turn; each turn picks one of these."""
     observation_tokens: int = 0
@@ -78,9 +85,13 @@ class Workload:
         ends = (-(-length * turn // n) for turn in range(1, n + 1))
         return next((end for end in ends if end > num_generated), num_generated + 1)
 
+    def conversations_of(self, row_id: int) -> int:
+        """Return the number of conversations of an episode."""
+        return self.num_conversations
+
     def answer(self, row_id: int, turn: int) -> tuple[float, TurnResult]:
-        """Return the seconds that the environment takes for the n-th turn of an episode, and its
-        result; the last turn calls nothing."""
+        """Return the seconds that the environment takes for the n-th turn of an episode, or of the
+        conversation in this row, and its result; the last turn calls nothing."""
         number = spread((row_id * 0.618033988749895) + turn * 0.7548776662466927)
         seconds = self.tool_seconds[int(number * len(self.tool_seconds))]
         is_done = turn >= self.num_turns
