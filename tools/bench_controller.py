@@ -1,7 +1,8 @@
 """What the controller costs at the scale of thousands of GPUs.
 
     python tools/bench_controller.py [--json FILE] [--replicas 256] [--trainer-ranks 2048]
-        [--rollouts 16384] [--collectors 1] [--staleness 1] [--turns 0] [--actors 16] [--scaling]
+        [--rollouts 16384] [--collectors 1] [--staleness 1] [--turns 0] [--conversations 1]
+        [--actors 16] [--scaling]
 
 First the CPU time of a message is measured on real Monarch actors in processes of their own, which
 a worker daemon serves: a linear model per call and per byte; and what a call on 16 ranks costs, as
@@ -23,6 +24,11 @@ per rank at every size. `scaling_efficiency` is the throughput per rank over tha
 executors themselves scale perfectly, so what is lost is what controller, messages, gate and the
 tail of each batch cost. It also compares rollouts of 400 and of 3200 tokens: `load_by_length` is
 the ratio of the controller's load, `bytes_by_length` that of its bytes per rollout.
+
+With `--conversations` each rollout is an episode of so many conversations, one after another, as
+programs of agents open them: each is a row of its own with a prompt of its own, and all together
+have the tokens of a rollout. So a step is as long as without them, about 20 s (`step_s`), which is
+what shares refer to.
 """
 
 from __future__ import annotations
@@ -126,7 +132,9 @@ def main() -> None:
     bench.option("--rollouts", type=int, default=16384, help="in a step, 16 of each prompt")
     bench.option("--collectors", type=int, default=1)
     bench.option("--staleness", type=int, default=1)
-    bench.option("--turns", type=int, default=0, help="of each episode; 0: there are none")
+    turns = "of each episode or conversation; 0: there are none"
+    bench.option("--turns", type=int, default=0, help=turns)
+    bench.option("--conversations", type=int, default=1, help="of each episode; 1: no others")
     bench.option("--actors", type=int, default=16, help="0: assume what messages cost")
     bench.option("--scaling", action="store_true", help="from 32 to 1024 ranks instead")
     arguments = bench.parse()
@@ -137,6 +145,7 @@ def main() -> None:
         num_collectors=arguments.collectors,
         max_staleness=arguments.staleness,
         num_turns=arguments.turns,
+        num_conversations=arguments.conversations,
     )
     costs = COSTS_WITHOUT_MEASURING
     if arguments.actors:

@@ -37,7 +37,10 @@ TOOLS = ROOT / "tools"
 DESCRIBES = re.compile(r"(ArgumentParser|Bench)\(.*__main__", re.DOTALL)
 DESCRIBED = sorted(path for path in TOOLS.glob("*.py") if DESCRIBES.search(path.read_text()))
 QUICK = {  # under 2 seconds
-    "bench_controller": ["--actors=0", "--replicas=4", "--trainer-ranks=16", "--rollouts=256"]
+    "bench_controller": [
+        *("--actors=0", "--replicas=4", "--trainer-ranks=16", "--rollouts=128"),
+        "--conversations=2",
+    ]
 }
 
 
@@ -341,3 +344,19 @@ def test_a_small_run_has_and_pays_for_the_calls_of_its_shape(num_collectors: int
     assert 0 < found["controller_wait_share"] < 0.1
     assert found["controller_core_share"] > load.message_s / load.elapsed_s
     assert 500 < found["bytes_per_rollout"] < 20_000
+
+
+def test_conversations_cost_the_controller_rows_and_no_calls() -> None:
+    plain, load = (simulate(replace(SHAPE, num_conversations=number), COSTS) for number in (1, 4))
+    assert load.num_steps == plain.num_steps
+    assert load.calls["trainer.step"] == plain.calls["trainer.step"]
+    rows, reports = (
+        load.num_bytes[call] / plain.num_bytes[call]
+        for call in ("trainer.accumulate", "collector.collect")
+    )
+    assert 3 < rows < 5, "a row of a batch for each"
+    assert 3 < reports < 12, "a record for each, and what the episode was"
+    assert load.num_bytes["scorer.process"] == pytest.approx(
+        plain.num_bytes["scorer.process"], rel=0.3
+    )
+    assert load.elapsed_s == pytest.approx(plain.elapsed_s, rel=0.2), "steps are as long"

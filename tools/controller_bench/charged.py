@@ -13,6 +13,7 @@ from typing import Any, cast
 from controller_bench.clock import CostClock
 from controller_bench.messages import MessageCosts
 from llamarl.core.config import ClusterConfig
+from llamarl.core.records import episode_of
 from llamarl.generator.specs import HEARTBEAT_S
 from llamarl.publish.comparison import Fingerprints
 
@@ -142,7 +143,8 @@ class IdleTrainer(Idle):
             start_s = self._since_s
             if method == "accumulate":
                 rows = args[0].rows
-                start_s = max(start_s, *(self._scored_s.pop(row.row_id) for row in rows))
+                scored = {episode_of(row.row_id)[0] for row in rows}
+                start_s = max(start_s, *(self._scored_s.pop(row_id) for row_id in scored))
             if not self._num_calls:
                 self._waited(start_s, f"trainer {method}")
             self._num_calls += 1

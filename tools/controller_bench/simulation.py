@@ -73,7 +73,9 @@ class Shape:
     step_s: float = 20.0
     median_tokens: int = MEDIAN_TOKENS
     num_turns: int = 0
-    """Of each episode; 0: there are none."""
+    """Of each episode, or conversation; 0: of a rollout that has no others there are none."""
+    num_conversations: int = 1
+    """Of each rollout, which are an episode's if there are several; they share its tokens."""
 
     @property
     def num_ranks(self) -> int:
@@ -85,15 +87,25 @@ class Shape:
         """Trained in a step."""
         return self.num_groups * self.rollouts_per_group
 
+    @property
+    def has_episodes(self) -> bool:
+        """Whether rollouts take turns."""
+        return self.num_turns > 0 or self.num_conversations > 1
+
+    @property
+    def tokens_per_conversation(self) -> int:
+        """In the median."""
+        return self.median_tokens // self.num_conversations
+
 
 def make_config(shape: Shape) -> Config:
     """The recipe of such a run."""
-    max_tokens = 5 * shape.median_tokens
+    max_tokens = 5 * shape.tokens_per_conversation
     return Config(
         num_steps=shape.num_steps,
         model=ModelConfig(checkpoint="none"),
         data=DataConfig(prompts="none.jsonl", chat=True),
-        environment=EnvironmentConfig(tools=["task"] if shape.num_turns else []),
+        environment=EnvironmentConfig(tools=["task"] if shape.has_episodes else []),
         reward=RewardConfig(num_workers=256),
         algorithm=AIPOConfig(),
         generator=GeneratorConfig(
@@ -122,7 +134,7 @@ def make_config(shape: Shape) -> Config:
         checkpoint=CheckpointConfig(every_steps=0, export=False),
         plan=PlanConfig(
             prompt_tokens=USUAL_PROMPT_TOKENS,
-            median_tokens=shape.median_tokens,
+            median_tokens=shape.tokens_per_conversation,
             num_turns=max(1, shape.num_turns),
             observation_tokens=20,
             tool_s=0.1,
@@ -133,7 +145,8 @@ def make_config(shape: Shape) -> Config:
 def make_costs(config: Config, shape: Shape) -> Costs:
     """Executors whose steps take `step_s`, the trainer's share of it nearly all."""
     mean_tokens = config.plan.prompt_tokens + 1.38 * config.plan.median_tokens
-    tokens_per_rank = shape.num_rollouts * mean_tokens / config.trainer.num_data_ranks
+    num_rows = shape.num_rollouts * shape.num_conversations
+    tokens_per_rank = num_rows * mean_tokens / config.trainer.num_data_ranks
     return Costs(
         decode_step_s=DECODE_SHARE * shape.step_s * MEDIAN_TOKENS / shape.median_tokens,
         prefill_token_s=1e-5,
@@ -153,6 +166,7 @@ async def run(shape: Shape, costs: MessageCosts) -> Load:
     """Simulate; the load of the steps after the pipeline is full."""
     config = make_config(shape)
     workload = make_workload(config, equal_share=EQUAL_SHARE)
+    workload = replace(workload, num_conversations=shape.num_conversations)
     setting, load = Setting(config=config, workload=workload), Load()
     graph = make_graph(config)
     cluster = SimulatedCluster(config, make_costs(config, shape))
