@@ -98,10 +98,12 @@ $(AGENTS_READY): requirements/agents.txt requirements/agents-npm.txt
 
 agents: $(AGENTS_READY)
 
-# Rivals run in processes of their own and import nothing of llamarl.
+# Rivals run in processes of their own and import nothing of llamarl. OpenEnv's capture proxy, through
+# which TRL trains agents, needs few of the packages that OpenEnv itself wants.
 $(RIVALS_READY): requirements/rivals.txt
 	@$(call make_venv,$(@D)); \
 	$(PIP_INSTALL) -r requirements/rivals.txt; \
+	$(PIP_INSTALL) --no-deps openenv==0.10.0; \
 	touch $@
 
 rivals: $(RIVALS_READY)

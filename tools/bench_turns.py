@@ -1,29 +1,37 @@
 """What a request of an agent's program costs beside the tokens of its turn.
 
     python tools/bench_turns.py [--json FILE] [--episodes 32] [--turns 8] [--token-ms 25]
-        [--rounds 3]
+        [--rounds 3] [--quick]
 
 As many programs as there are episodes ask at once, through real HTTP, in the process that plays
 them; the environment's executor is the real one, with its socket, tokenizer and chat template. In
 place of a replica stands a client that waits for as long as the tokens of a turn would take, from
 10 to 30 of them, and answers with a short one.
 
+The rival is TRL's way for agents that own their loop, in the environment of `make rivals`:
+OpenEnv's capture proxy, which stands before vLLM's server. That server is left out: one of ours
+answers in its place. It renders no chat template and tokenizes nothing; llamarl's side does both.
+Each has its turn in each round; `--quick` measures our side only.
+
 `agent_turn_ms` is the median over all requests of the time from a request to its response, beyond
 that of its tokens, and `agent_turn_p90_ms` what nine of ten do not exceed. `requests_per_s` is what
 the programs were served; with `--token-ms 0` all time is that of the way from program to replica
-and back, so it is the most that they can be served.
+and back, so it is the most that they can be served. The rival's begin with `trl_`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
-from harness import ROOT, Bench
+import rivals
+from harness import ROOT, Bench, turns
+from turns_bench import rival
+from turns_bench.program import ask
 
 from llamarl.core.config import DataConfig, EnvironmentConfig
 from llamarl.core.records import EpisodeState, Prompt, TurnItem, TurnResult
@@ -35,33 +43,15 @@ from llamarl.scoring.stages import check_task
 
 CHECKPOINT = ROOT / "recipes" / "quickstart_tools" / "checkpoint"
 ROOM = 100_000
-PROGRAM = """
-import asyncio, json, random, time
-from urllib.parse import urlsplit
-
+Round = tuple[list[float], float]
+NAMES = {"llamarl": ("agent", ""), "trl": ("trl", "trl_")}  # beginnings of figures' names
+AGENT = """
 from llamarl.scoring.agent import AgentEnvironment
 
 
 class Agent(AgentEnvironment):
     async def play(self, url, number, num_turns, token_s, out, **row):
-        parts, times = urlsplit(url), []
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        messages = [{"role": "user", "content": "1*2"}]
-        lengths = random.Random(number)
-        for _ in range(num_turns):
-            tokens_s = token_s * lengths.randint(10, 30)
-            body = json.dumps({"messages": messages}).encode()
-            head = f"POST {parts.path}/chat/completions HTTP/1.1\\r\\nHost: x\\r\\n"
-            start = time.perf_counter()
-            writer.write(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n".encode() + body)
-            head = await reader.readuntil(b"\\r\\n\\r\\n")
-            times.append(time.perf_counter() - start - tokens_s)
-            assert b" 200 " in head, head
-            length = int(head.lower().partition(b"content-length: ")[2].split(b"\\r\\n")[0])
-            found = json.loads(await reader.readexactly(length))
-            messages.append(found["choices"][0]["message"])
-            messages.append({"role": "user", "content": "3"})
-        writer.close()
+        times = await ask(url, "any", number, num_turns, token_s)
         with open(out, "a") as file:
             file.write("".join(f"{each}\\n" for each in times))
         return 1.0
@@ -75,8 +65,7 @@ async def play(
     link: EnvironmentLink, row: int, prompt: Prompt, turn: tuple[int, ...], token_s: float
 ) -> None:
     """Be the replica of one episode: answer every question, after as many tokens as the program
-    knows."""
-    lengths = random.Random(row)
+    has asked for."""
     begun = await link.answer(TurnItem(row_id=row, attempt=0, prompt=prompt, room=ROOM))
     end = asyncio.create_task(
         link.answer(TurnItem(row_id=row, attempt=0, conversation=1, room=ROOM))
@@ -84,7 +73,8 @@ async def play(
     result: TurnResult = begun
     place = 0
     while result.state is EpisodeState.GOES_ON:
-        await asyncio.sleep(token_s * lengths.randint(10, 30))
+        assert result.options is not None
+        await asyncio.sleep(token_s * result.options.max_tokens)
         question = TurnItem(row_id=row, attempt=0, ids=turn, room=ROOM, start=place)
         result = await link.answer(question)
         place += len(turn) + len(result.observation)
@@ -92,10 +82,11 @@ async def play(
     assert ended.state is EpisodeState.DONE, ended
 
 
-async def measure(num_episodes: int, num_turns: int, token_s: float) -> dict[str, float]:
-    """The times of one round."""
+async def measure(num_episodes: int, num_turns: int, token_s: float) -> Round:
+    """Seconds of each request, and of all together."""
     with tempfile.TemporaryDirectory() as folder:
-        task, out = {"task.py": PROGRAM}, f"{folder}/times"
+        program = Path(ask.__code__.co_filename).read_text()
+        task, out = {"task.py": program + AGENT}, f"{folder}/times"
         limit = num_turns + 1
         spec = EnvironmentSpec(
             config=EnvironmentConfig(tools=["task"], calls="tagged", max_turns=limit),
@@ -123,11 +114,16 @@ async def measure(num_episodes: int, num_turns: int, token_s: float) -> dict[str
         elapsed_s = time.perf_counter() - start_s
         link.close()
         await executor.close()
-        times = sorted(map(float, Path(out).read_text().split()))
+        return [*map(float, Path(out).read_text().split())], elapsed_s
+
+
+def figures(way: str, times: Sequence[float], elapsed_s: float) -> dict[str, float]:
+    """Those of one round."""
+    times, (agent, head) = sorted(times), NAMES[way]
     return {
-        "agent_turn_ms": 1000 * statistics.median(times),
-        "agent_turn_p90_ms": 1000 * times[int(0.9 * len(times))],
-        "requests_per_s": len(times) / elapsed_s,
+        f"{agent}_turn_ms": 1000 * statistics.median(times),
+        f"{agent}_turn_p90_ms": 1000 * times[int(0.9 * len(times))],
+        f"{head}requests_per_s": len(times) / elapsed_s,
     }
 
 
@@ -138,12 +134,21 @@ def main() -> None:
     bench.option("--turns", type=int, default=8)
     bench.option("--token-ms", type=float, default=25.0, help="of the model")
     bench.option("--rounds", type=int, default=3)
+    bench.option("--quick", action="store_true", help="without the rival")
     arguments = bench.parse()
     shape = arguments.episodes, arguments.turns, arguments.token_ms / 1000
-    found = [asyncio.run(measure(*shape)) for _ in range(arguments.rounds)]
-    for name in found[0]:
-        values = [each[name] for each in found]
-        bench.add(name, statistics.median(values), f"{arguments.episodes} at once", values)
+    case = f"{arguments.episodes} at once"
+    ways: dict[str, Callable[..., Coroutine[None, None, Round]]] = {"llamarl": measure}
+    reason = "--quick measures our side only" if arguments.quick else rivals.why_not("openenv")
+    if reason is None:
+        ways["trl"] = rival.measure
+    else:
+        print(f"without the rival: {reason}")
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for _, name in turns(ways, arguments.rounds):
+        found[name].append(figures(name, *asyncio.run(ways[name](*shape))))
+    for rounds in found.values():
+        bench.add_medians({case: rounds})
     bench.write()
 
 

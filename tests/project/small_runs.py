@@ -189,7 +189,10 @@ BENCHES: dict[str, Bench] = {  # by program, and what is run of it
         ["--quick", "--rounds=1", "--tokens", "16", "512", "--units=1", "--consumers=2"],
         check_store,
     ),
-    "bench_turns": (["--rounds=1", "--episodes=2", "--turns=2", "--token-ms=0"], check_turns),
+    "bench_turns": (
+        ["--quick", "--rounds=1", "--episodes=2", "--turns=2", "--token-ms=0"],
+        check_turns,
+    ),
     "bench_training": (["--rounds=1", "--widths", "128", "256"], check_training),
     "bench_weights": (["--quick"], check_weights),
     "soak": (["--steps=80"], check_soak),
