@@ -27,7 +27,13 @@ from llamarl.core.records import Prompt
 from llamarl.model.architecture import Architecture, read_any_architecture
 from llamarl.model.prompt_rules import make_prompt
 from llamarl.model.tokenizer import Tokenizer, load_tokenizer
-from llamarl.recipe.inputs import Inputs, check_sandbox, read_planned_architecture, tokenizer_folder
+from llamarl.recipe.inputs import (
+    Inputs,
+    check_episodes,
+    check_sandbox,
+    read_planned_architecture,
+    tokenizer_folder,
+)
 from llamarl.recipe.prompt_inputs import (
     context_of,
     load_task,
@@ -50,7 +56,6 @@ from llamarl.rehearsal.policies import (
 )
 from llamarl.rehearsal.report import Measured, figures, measure, planned, render
 from llamarl.rehearsal.rounds import PlayedRollout, Rehearsal, rehearsed
-from llamarl.scoring.agent.command import check_command
 from llamarl.scoring.definition import schemas_of
 from llamarl.scoring.reward_functions import expected_answer
 from llamarl.scoring.turn_format import TurnFormats
@@ -93,8 +98,7 @@ async def rehearse(
             recorded = RecordedPolicy(Path(against), tokenizer)
         make_policy = await _policy(kind, against, recorded, own, inputs, tokenizer, folder)
         chosen = _choose(config, inputs, tokenizer, num_prompts, recorded)
-        for prompt in chosen:
-            check_command(config.environment, prompt)
+        check_episodes(config, chosen, ())
         rehearsal = Rehearsal(
             config=own,
             inputs=inputs,

@@ -232,7 +232,7 @@ def read_inputs(
     else:
         read = partial(read_prompts, config, tokenizer, kinds, task_source, show=show)
         prompts, held_out = _read_all(config, read, needs_prompts=needs_prompts)
-    _check_episodes(config, prompts, held_out)
+    check_episodes(config, prompts, held_out)
     if not config.algorithm.is_sft and any(is_chat(each, config.data) for each in prompts[:1]):
         _warn_of_endless_turns(config, tokenizer, architecture)
     replay_lengths = []
@@ -257,7 +257,7 @@ def read_inputs(
     )
 
 
-def _check_episodes(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
+def check_episodes(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
     """Raise a ValueError unless the recipe's agent can play the first prompts, and all that are
     tasks. The log says in one line if tasks may want an internet that they do not have."""
     environment, images, wanting = config.environment, dict[str, str](), list[str]()

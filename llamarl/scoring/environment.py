@@ -36,7 +36,9 @@ from llamarl.model.tokenizer import Tokenizer, load_tokenizer
 from llamarl.scoring.agent.command import AgentCommand
 from llamarl.scoring.agent.conversations import Conversations
 from llamarl.scoring.definition import Kind, Kinds, kind_of
+from llamarl.scoring.sandbox import sandboxes
 from llamarl.scoring.sandbox.containers import ProgramLimits
+from llamarl.scoring.sandbox.folders import remove_left
 from llamarl.scoring.stage_worker import FailureRate, WorkSpans
 from llamarl.scoring.turn_format import TurnFormat, TurnFormats, TurnText
 from llamarl.scoring.user_code.pool import Call, Failure, UserCode, WorkerPool
@@ -319,6 +321,8 @@ class EnvironmentWorker(Worker, Environment):
         await cancel_all(self._forgetting)
         for pool in self._pools:
             pool.close()
+        if self._spec.agent is not None:  # they were ended amid episodes
+            await asyncio.to_thread(remove_left, sandboxes.PREFIX)
 
     async def _respond(self, packet: Packet) -> Answer:
         if packet.header["ask"] == "forget":

@@ -30,10 +30,10 @@ from llamarl.scoring.sandbox.containers import (
     chosen_container,
     lacking,
     missing,
-    remove_left,
     run_in,
     run_program,
 )
+from llamarl.scoring.sandbox.folders import remove_left_once
 from llamarl.scoring.tool_calls import SHOWN_CHARS, make_python, shorten
 from llamarl.scoring.user_code.watchdog import descendants
 from tests.recipe.composing import compose_file
@@ -103,9 +103,9 @@ def test_what_killed_processes_have_left_is_removed_by_the_next(
     left, other = tmp_path / f"{PREFIX}left", tmp_path / "other"
     for folder in (left, other):
         (folder / "scratch").mkdir(parents=True)
-    remove_left.cache_clear()
+    remove_left_once.cache_clear()
     with running_program(kind, "import time; time.sleep(60)") as folder:
-        remove_left.cache_clear()
+        remove_left_once.cache_clear()
         assert run_in(kind, "print(1)", "", LIMITS).stdout == "1\n"
         assert {*tmp_path.iterdir()} == {other, folder}
     assert [*tmp_path.iterdir()] == [other]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,12 +25,13 @@ from llamarl.scoring.agent.turns import Reply
 from llamarl.scoring.sandbox import docker
 from llamarl.scoring.sandbox.containers import Ran
 from llamarl.scoring.sandbox.docker import ContainerSandbox
-from llamarl.scoring.sandbox.sandboxes import MIB, LocalSandbox, Sandbox, SandboxLimits
+from llamarl.scoring.sandbox.folders import remove_left, remove_left_once
+from llamarl.scoring.sandbox.sandboxes import MIB, PREFIX, LocalSandbox, Sandbox, SandboxLimits
 from tests.containers import IMAGE, make_engine
 from tests.places import ROOT
 
 pytestmark = pytest.mark.full
-PYTHON = os.path.realpath(sys.executable)
+PYTHON, PYTHON_HERE = os.path.realpath(sys.executable), sys.executable
 WITH_FOLDERS = ["namespaces", "docker"] * (shutil.which("bwrap") is not None)
 WAYS = [*WITH_FOLDERS, "sandlock", "plain"]
 CONTAINED = [way for way in WAYS if way != "plain"]
@@ -63,7 +65,7 @@ async def opened(
             yield sandbox
         finally:
             await sandbox.stop()
-            assert not (sandbox._folder and sandbox._folder.exists())
+            assert not (sandbox._folder and sandbox._folder.path.exists())
             assert not [*Path(state).glob("containers/*")]
 
 
@@ -286,6 +288,34 @@ async def test_a_command_plays_an_episode_and_a_check_scores_it() -> None:
     ):
         with pytest.raises(RuntimeError, match=words):
             await play(command, [PYTHON, "-c", "import sys; sys.exit(2)"], "Six.")
+
+
+KILLED = """
+import asyncio, os, signal
+from llamarl.scoring.sandbox.sandboxes import LocalSandbox
+
+async def start():
+    await LocalSandbox("http://127.0.0.1:9/x/v1", contained=False).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(start())
+"""
+
+
+async def test_what_a_killed_process_has_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = await asyncio.to_thread(subprocess.run, [PYTHON_HERE, "-c", KILLED], env=own)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    remove_left_once.cache_clear()
+    async with opened("plain") as sandbox:
+        assert not left.exists()
+        remove_left(PREFIX)
+        assert sandbox._folder.path.exists(), "it is at work"
+    assert not [*tmp_path.iterdir()]
 
 
 WRONG = """

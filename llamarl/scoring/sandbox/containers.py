@@ -20,12 +20,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO
@@ -33,6 +31,7 @@ from typing import IO
 from llamarl.core.config import RewardConfig
 from llamarl.core.memory import sealed_file
 from llamarl.scoring.sandbox import launcher
+from llamarl.scoring.sandbox.folders import make_folder, remove_left_once
 from llamarl.scoring.sandbox.limits import (
     FILE_BYTES,
     below,
@@ -163,23 +162,20 @@ class Bubblewrap(Container):
 
 class InFolder(Container):
     """A program in a process group of its own, with two folders in one: `given`, with the program
-    and its input, and `scratch`, where it may write. This process locks the outer folder, so that
-    another one can tell whether a killed process has left it."""
+    and its input, and `scratch`, where it may write."""
 
     def __init__(self, source: str, stdin: str, limits: ProgramLimits) -> None:
-        remove_left()
-        self._folder = tempfile.mkdtemp(prefix=PREFIX)
-        self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        flock(self._lock, LOCK_EX)
-        self.given, self.scratch = f"{self._folder}/given", f"{self._folder}/scratch"
+        remove_left_once(PREFIX)
+        self._folder = make_folder(PREFIX)
+        self.given, self.scratch = (f"{self._folder.path}/{name}" for name in ("given", "scratch"))
         try:
             for folder in (self.given, self.scratch):
-                os.makedirs(folder)  # also if `remove_left` of another process was between
+                os.mkdir(folder)
             for name, text in ((PROGRAM, source), (INPUT, stdin)):
                 Path(self.given, name).write_text(text, encoding="utf-8", errors="replace")
             self.start(limits)
         except BaseException:
-            self._remove()
+            self._folder.remove()
             raise
 
     def start(self, limits: ProgramLimits) -> None:
@@ -188,11 +184,7 @@ class InFolder(Container):
 
     def close(self) -> None:
         super().close()
-        self._remove()
-
-    def _remove(self) -> None:
-        _remove(self._folder)
-        os.close(self._lock)
+        self._folder.remove()
 
 
 class Sandlock(InFolder):
@@ -344,25 +336,6 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
 def _end_group(group: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-
-
-@functools.cache
-def remove_left() -> None:
-    """Remove, once per process, the folders that killed processes of this user have left."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, or one at work
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if os.fstat(descriptor).st_uid == os.geteuid():
-                    flock(descriptor, LOCK_EX | LOCK_NB)
-                    _remove(str(folder))
-            finally:
-                os.close(descriptor)
-
-
-def _remove(folder: str) -> None:
-    """Remove a folder, however deep it is."""
-    subprocess.run(["rm", "-rf", "--", folder], check=True, capture_output=True)
 
 
 Kind = type[Bubblewrap] | type[Sandlock] | type[Unsandboxed]

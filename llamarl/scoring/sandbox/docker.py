@@ -16,19 +16,18 @@ import secrets
 import select
 import subprocess
 import sysconfig
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from llamarl.scoring.sandbox.containers import END_S, Ran, interpreter
+from llamarl.scoring.sandbox.folders import LockedFolder, left_folders, make_folder, remove
 from llamarl.scoring.sandbox.forwarder import KEEP, START, STARTED
 from llamarl.scoring.sandbox.sandboxes import (
     FORWARDER,
@@ -41,7 +40,7 @@ from llamarl.scoring.sandbox.sandboxes import (
 )
 from llamarl.scoring.sandbox.watched import READ_BYTES, Program, Tail, watch
 
-PREFIX, UNLOCKED = "llamarl-container-", "new-"
+PREFIX = "llamarl-container-"
 ENGINE_FILE = "engine"  # in the folder of a container
 LABEL = "llamarl"  # of a container; its value is the folder that a run keeps for it
 CALL_S = 120.0  # for a call of the program to end, on a machine that is busy
@@ -76,8 +75,7 @@ class ContainerSandbox:
 
     def __post_init__(self) -> None:
         self._name = f"llamarl-{secrets.token_hex(8)}"
-        self._folder: Path | None = None
-        self._lock = -1
+        self._folder: LockedFolder | None = None
         self._relay: asyncio.Server | None = None
         self._keeper: _Keeper | None = None
         self._user, self._tops = "", list[str]()
@@ -89,12 +87,9 @@ class ContainerSandbox:
         await _in_thread(remove_left, self.engine)
         config = await _in_thread(image_config, self.engine, self.image)
         self._user = config.get("User") or ""
-        new = Path(tempfile.mkdtemp(prefix=UNLOCKED + PREFIX))
-        self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
-        flock(self._lock, LOCK_EX)
-        (new / ENGINE_FILE).write_text(self.engine)
-        self._folder = new.rename(new.with_name(new.name.removeprefix(UNLOCKED)))
-        way = self._folder / "way"
+        self._folder = make_folder(PREFIX)
+        (self._folder.path / ENGINE_FILE).write_text(self.engine)
+        way = self._folder.path / "way"
         way.mkdir()
         self._relay = await start_relay(self.url, str(way / "socket"), lambda: self._has_model)
         for path, mode in ((way, 0o755), (way / "socket", 0o666)):  # for the image's user
@@ -135,26 +130,29 @@ class ContainerSandbox:
             await _in_thread(self._remove)
 
     def _remove(self) -> None:
+        assert self._folder is not None
         try:
             if self._keeper is not None:
-                remove_containers(self.engine, str(self._folder))
+                remove_containers(self.engine, str(self._folder.path))
                 self._keeper.close()
-            _remove(str(self._folder))
-        finally:  # what is left is removed by the next process that can
-            os.close(self._lock)
+        except BaseException:
+            os.close(self._folder.lock)  # the next process that can removes the folder too
+            raise
+        self._folder.remove()
 
     def _command(self) -> list[str]:
         """Return the command that makes the container."""
-        limits, port = self.limits, str(urlsplit(self.url).port)
+        assert self._folder is not None
+        limits, port, folder = self.limits, str(urlsplit(self.url).port), self._folder.path
         words = [self.engine, "run", "--rm", "-i", "--pull", "never"]
-        words += ["--name", self._name, "--label", f"{LABEL}={self._folder}"]
+        words += ["--name", self._name, "--label", f"{LABEL}={folder}"]
         words += ["--network", "bridge" if self.internet else "none"]
         words += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
         words += ["--pids-limit", str(limits.num_processes)]
         words += ["--cpus", f"{self.num_cpus:g}"] if self.num_cpus else []
         words += ["--security-opt", "no-new-privileges", "--user", "0"]
         python, files = own_python()
-        files = {**files, f"{self._folder}/way": os.path.dirname(SOCKET)}
+        files = {**files, f"{folder}/way": os.path.dirname(SOCKET)}
         files |= {path: path for path in self.readable}
         for source, target in files.items():
             words += ["--mount", f"type=bind,src={source},dst={target},readonly"]
@@ -329,17 +327,11 @@ def own_python() -> tuple[list[str], dict[str, str]]:
 def remove_left(engine: str) -> None:
     """Remove, once per process, the containers of this engine that killed processes of this user
     have left, with their folders."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, or one at work
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                is_own = os.fstat(descriptor).st_uid == os.geteuid()
-                if is_own and (folder / ENGINE_FILE).read_text() == engine:
-                    flock(descriptor, LOCK_EX | LOCK_NB)
-                    remove_containers(engine, str(folder))
-                    _remove(str(folder))
-            finally:
-                os.close(descriptor)
+    for folder in left_folders(PREFIX):
+        file = folder / ENGINE_FILE
+        if file.is_file() and file.read_text() == engine:
+            remove_containers(engine, str(folder))
+            remove(str(folder))
 
 
 def remove_containers(engine: str, folder: str) -> None:
@@ -369,10 +361,6 @@ def _call(engine: str, *arguments: str) -> str:
 def _failed(command: Sequence[str], said: str) -> str:
     """Return why a call of the program failed, in one line."""
     return f"{' '.join(command[:2])} must succeed, got: {' '.join(said.split())[-TOLD_CHARS:]}"
-
-
-def _remove(folder: str) -> None:
-    subprocess.run(["rm", "-rf", "--", folder], check=False, capture_output=True)
 
 
 async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from urllib.parse import urlsplit
 
 from llamarl.scoring.sandbox import forwarder
 from llamarl.scoring.sandbox.containers import END_S, Ran, interpreter, missing
+from llamarl.scoring.sandbox.folders import LockedFolder, make_folder, remove, remove_left_once
 from llamarl.scoring.sandbox.limits import below, disk_bytes, in_group, memory_bytes, num_threads
 from llamarl.scoring.sandbox.watched import READ_BYTES, Program, Tail, watch
 
@@ -125,7 +125,7 @@ class LocalSandbox:
     folders: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        self._folder: Path | None = None
+        self._folder: LockedFolder | None = None
         self._mark = secrets.token_hex(8)  # by which its processes are known, whoever has them
         self._programs: set[Program] = set()
         self._relay: asyncio.Server | None = None
@@ -135,12 +135,13 @@ class LocalSandbox:
         if self.contained and (why := missing()):
             raise RuntimeError(f"programs cannot be sandboxed here: {why}")
         self._check_folders()
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        (self._folder / "way").mkdir()
+        await _in_thread(remove_left_once, PREFIX)
+        self._folder = make_folder(PREFIX)
+        (self._folder.path / "way").mkdir()
         for place in self._places().values():
             Path(place).mkdir(parents=True)
         if self._has_namespaces:
-            self._relay = await start_relay(self.url, str(self._folder / "way" / "socket"))
+            self._relay = await start_relay(self.url, str(self._folder.path / "way" / "socket"))
 
     async def run(
         self,
@@ -167,18 +168,18 @@ class LocalSandbox:
         top, place = self._find(path, is_folder=True)
         if place != top:
             forwarder.refuse_links(top, os.path.dirname(place))
-        await _remove(place)
+        await _in_thread(remove, place)
         forwarder.make_folder(place)
 
     async def stop(self) -> None:
         for program in [*self._programs]:
             program.end()
         if self._folder is not None and not self._has_namespaces:
-            await asyncio.get_running_loop().run_in_executor(THREADS, _end_marked, self._mark)
+            await _in_thread(_end_marked, self._mark)
         if self._relay is not None:
             self._relay.close()
         if self._folder is not None:
-            await _remove(str(self._folder))
+            await _in_thread(self._folder.remove)
 
     @property
     def _files(self) -> str:
@@ -189,7 +190,7 @@ class LocalSandbox:
         if self._folder is None:
             raise RuntimeError("a sandbox must be started first")
         names = {self.home: "home"} | {each: f"{i}" for i, each in enumerate(self.folders)}
-        return {inside: str(self._folder / "files" / name) for inside, name in names.items()}
+        return {inside: str(self._folder.path / "files" / name) for inside, name in names.items()}
 
     def _find(self, path: str, *, is_folder: bool = False) -> tuple[str, str]:
         """Return where the folder that has this path is on this machine, and the path there."""
@@ -232,7 +233,7 @@ class LocalSandbox:
         words += ["--chdir", self.home]
         if not has_model:  # the shell exits with 127 where there is no such program
             return [*words, "--", "/bin/sh", "-c", 'exec "$@"', "sh"]
-        words += ["--ro-bind", str(self._folder / "way"), WAY_OUT]
+        words += ["--ro-bind", str(self._folder.path / "way"), WAY_OUT]
         words += ["--ro-bind", str(FORWARDER), f"{WAY_OUT}.py", "--"]
         port = urlsplit(self.url).port
         return [*words, interpreter(), "-I", "-S", f"{WAY_OUT}.py", f"{WAY_OUT}/socket", str(port)]
@@ -330,15 +331,12 @@ class LocalSandbox:
         """Return "disk" if the folder has too much in it, with what these processes have deleted
         and keep open."""
         assert self._folder is not None
-        most, folder = self.limits.disk_bytes, str(self._folder / "files")
+        most, folder = self.limits.disk_bytes, str(self._folder.path / "files")
         return "disk" if disk_bytes(folder, {*pids}, most) > most else ""
 
 
-async def _remove(folder: str) -> None:
-    """Remove a folder, however deep it is."""
-    command = ["rm", "-rf", "--", folder]
-    remove = partial(subprocess.run, command, check=False, capture_output=True)
-    await asyncio.get_running_loop().run_in_executor(THREADS, remove)
+async def _in_thread(function: Callable[..., object], *arguments: object) -> None:
+    await asyncio.get_running_loop().run_in_executor(THREADS, partial(function, *arguments))
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
