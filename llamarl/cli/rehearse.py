@@ -49,12 +49,13 @@ from llamarl.rehearsal.findings import Evidence, find
 from llamarl.rehearsal.policies import (
     SCRIPTS,
     EndpointPolicy,
-    MakePolicy,
+    Policy,
     RecordedPolicy,
+    RememberingPolicy,
     ScriptedPolicy,
     TinyPolicy,
 )
-from llamarl.rehearsal.report import Measured, figures, measure, planned, render
+from llamarl.rehearsal.report import Measured, figures, measure, planned, render, wrapped
 from llamarl.rehearsal.rounds import PlayedRollout, Rehearsal, rehearsed
 from llamarl.scoring.definition import schemas_of
 from llamarl.scoring.reward_functions import expected_answer
@@ -63,6 +64,7 @@ from llamarl.scoring.turn_format import TurnFormats
 SCRIPTED, TINY, RECORDED, ENDPOINT = "scripted", "tiny", "recorded", "endpoint"
 NUM_ROLLOUTS = 4  # of a prompt, unless each plays a script of its own
 TINY_BYTES = 2**28  # weights that the recipe's own checkpoint may have to be the tiny policy
+FEWEST_STEPS = 3  # of the simulation, whose figures are shown with two digits
 MOST_AT_ONCE = 4096
 """Episodes that are played at once in the rounds where all are."""
 
@@ -89,41 +91,46 @@ async def rehearse(
     kind = _kind(against, policy)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="llamarl-rehearsal-"))
+        tokenizer = _tokenizer(config)
+        recorded = RecordedPolicy(Path(str(against)), tokenizer) if kind == RECORDED else None
         num_rollouts = len(SCRIPTS) if kind == SCRIPTED else NUM_ROLLOUTS
+        num_rollouts = num_rollouts if recorded is None else recorded.num_rollouts
         own = rehearsed(config, num_rollouts, folder)
-        inputs, tokenizer = _read_inputs(config, own)
-        recorded: RecordedPolicy | None = None
-        if kind == RECORDED:
-            assert against is not None
-            recorded = RecordedPolicy(Path(against), tokenizer)
-        make_policy = await _policy(kind, against, recorded, own, inputs, tokenizer, folder)
+        inputs = _read_inputs(config, own, tokenizer)
         chosen = _choose(config, inputs, tokenizer, num_prompts, recorded)
         check_episodes(config, chosen, ())
+        playing = recorded or await _policy(kind, against, own, inputs, tokenizer, folder)
+        is_drawn = isinstance(playing, TinyPolicy | EndpointPolicy)
         rehearsal = Rehearsal(
             config=own,
             inputs=inputs,
             tokenizer=tokenizer,
             prompts=chosen,
-            make_policy=make_policy,
+            policy=RememberingPolicy(playing) if is_drawn else playing,
         )
-        evidence = await _play(rehearsal, injected, kind, console)
-    rollouts = [*evidence.together.rollouts.values()]
-    measured = measure(rollouts)
-    findings = find(evidence)
-    # Its simulation has an event loop of its own.
-    cost = await asyncio.to_thread(_cost, config, measured, rollouts, kind)
-    seconds = time.monotonic() - start_s
-    head = (
-        f"{len(rollouts)} episodes of {len(chosen)} prompts, played by the {kind} policy in 5 "
-        f"rounds, in {seconds:.0f} s\n\n"
+        try:
+            evidence = await _play(rehearsal, injected, kind, console)
+        finally:
+            await playing.close()
+    rollouts = [*evidence.alone.rollouts.values()]
+    measured, findings = measure(rollouts), find(evidence)
+    notes, seconds = _notes(playing, evidence), time.monotonic() - start_s
+    prompts_words = "1 prompt" if len(chosen) == 1 else f"{len(chosen)} prompts"
+    text = (
+        f"{len(rollouts)} episodes of {prompts_words}, played by the {kind} policy in 5 rounds, "
+        f"in {seconds:.0f} s\n\n{render(config, evidence, measured, findings, notes)}"
     )
-    notes = _notes(recorded, evidence)
-    text = head + render(config, evidence, measured, findings, cost, notes)
     console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
-    if json is not None:
-        found = {"policy": kind, "seconds": seconds, "cost": cost}
-        found |= figures(config, evidence, measured, findings)
+    found: dict[str, Any] = {"policy": kind, "seconds": seconds, "notes": notes}
+    found |= figures(config, evidence, measured, findings)
+    if json is not None:  # also if nobody waits for the forecast
         write_text("--json", json, dumps(found, indent=2) + "\n")
+    with console.status("forecasting a step of the recipe"):
+        # Its simulation has an event loop of its own.
+        cost = await asyncio.to_thread(_cost, config, measured, rollouts, kind)
+    console.print("\n" + wrapped(cost), markup=False, highlight=False, soft_wrap=True, end="")
+    if json is not None:
+        write_text("--json", json, dumps({**found, "cost": cost}, indent=2) + "\n")
 
 
 def _kind(against: str | None, policy: str | None) -> str:
@@ -147,10 +154,13 @@ def _number(flag: str, text: str | None, default: int) -> int:
     return default if text is None else int(text)
 
 
-def _read_inputs(config: Config, own: Config) -> tuple[Inputs, Tokenizer]:
-    """Read what episodes need, no weights. ValueError says what to change."""
+def _tokenizer(config: Config) -> Tokenizer:
     folder = tokenizer_folder(config)
-    tokenizer = load_tokenizer(folder, config.data.chat_template_kwargs, config.data.date)
+    return load_tokenizer(folder, config.data.chat_template_kwargs, config.data.date)
+
+
+def _read_inputs(config: Config, own: Config, tokenizer: Tokenizer) -> Inputs:
+    """Read what episodes need, no weights. ValueError says what to change."""
     task_source = read_task(config)
     graph, kinds = read_graph(own, task_source)
     check_sandbox(config)
@@ -158,10 +168,10 @@ def _read_inputs(config: Config, own: Config) -> tuple[Inputs, Tokenizer]:
     checkpoint = resolve(config, config.model.checkpoint)
     if not os.path.isdir(checkpoint) and config.model.architecture is not None:
         checkpoint = resolve(config, config.model.architecture)
-    inputs = Inputs(
+    return Inputs(
         checkpoint=checkpoint,
         adapter=None,
-        tokenizer_folder=folder,
+        tokenizer_folder=tokenizer_folder(config),
         architecture=read_any_architecture(checkpoint),
         tokenizer=tokenizer,
         prompts=read_prompts(own, tokenizer, kinds, task_source),
@@ -172,31 +182,21 @@ def _read_inputs(config: Config, own: Config) -> tuple[Inputs, Tokenizer]:
         kinds=kinds,
         replay_lengths=[],
     )
-    return inputs, tokenizer
 
 
 async def _policy(
-    kind: str,
-    against: str | None,
-    recorded: RecordedPolicy | None,
-    own: Config,
-    inputs: Inputs,
-    tokenizer: Tokenizer,
-    folder: str,
-) -> MakePolicy:
-    """Return what makes the policy of each round."""
-    if recorded is not None:
-        return lambda: recorded
+    kind: str, against: str | None, own: Config, inputs: Inputs, tokenizer: Tokenizer, folder: str
+) -> ScriptedPolicy | EndpointPolicy | TinyPolicy:
+    """Return the policy of this kind."""
     if kind == ENDPOINT:
         assert against is not None
         endpoint = EndpointPolicy(against, "", own, tokenizer)
         await endpoint.check()
-        await endpoint.close()
-        return lambda: EndpointPolicy(against, endpoint.model, own, tokenizer)
+        return endpoint
     if kind == TINY:
         checkpoint = _tiny_checkpoint(own, inputs, Path(folder))
-        return lambda: TinyPolicy(checkpoint, own, context_of(own))
-    return lambda: ScriptedPolicy(own, tokenizer)
+        return TinyPolicy(checkpoint, own, context_of(own))
+    return ScriptedPolicy(own, tokenizer)
 
 
 def _tiny_checkpoint(own: Config, inputs: Inputs, folder: Path) -> str:
@@ -272,7 +272,7 @@ def _cost(
     """Return what a step of the recipe costs with these lengths and times, in lines."""
     from llamarl.planner.recipe import forecast_recipe, timed
 
-    plan = planned(config.plan, measured, rollouts)
+    plan = replace(planned(config.plan, measured, rollouts), num_steps=FEWEST_STEPS)
     names = "prompt_tokens", "median_tokens", "num_turns", "observation_tokens", "tool_s"
     told = " ".join(f"plan.{name}={getattr(plan, name):g}" for name in names)
     whose = "" if kind in (ENDPOINT, RECORDED) else f", lengths of the {kind} policy, no model's"
@@ -295,13 +295,20 @@ def _cost(
     return lines
 
 
-def _notes(recorded: RecordedPolicy | None, evidence: Evidence) -> list[str]:
-    """Return how far the environment said what was recorded, in lines."""
-    if recorded is None:
+def _notes(playing: Policy, evidence: Evidence) -> list[str]:
+    """Return what is to be known of the policy, in lines."""
+    if isinstance(playing, EndpointPolicy) and playing.failed:
+        return [f"the endpoint gave no answer to {playing.failed}, which were empty"]
+    if isinstance(playing, ScriptedPolicy) and playing.num_misread:
+        return [
+            f"{playing.num_misread} turns of the scripts were not read as they are meant, such as "
+            "calls with characters that the tokenizer lacks: they do not do what their line says"
+        ]
+    if not isinstance(playing, RecordedPolicy):
         return []
     same = total = 0
     for rollout in evidence.alone.rollouts.values():
-        told = recorded.of(rollout.prompt, rollout.number).observations
+        told = playing.of(rollout.prompt, rollout.number).observations
         before = [text for number in sorted(told) for text in told[number]]
         total += len(before)
         same += sum(now in was for was, now in zip(before, rollout.said, strict=False))

@@ -6,10 +6,11 @@ import json
 import random
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from llamarl.model.tokenizer import ASSISTANT, Tokenizer
-from llamarl.scoring.tool_calls import CALL, END_OF_CALL
+from llamarl.scoring.tool_calls import CALL, END_OF_CALL, ToolCall
 from llamarl.scoring.turn_format import USER, TurnFormat
 
 Schema = Mapping[str, Any]
@@ -21,7 +22,12 @@ OTHERS = {"string": [1, 2], "integer": "many", "number": "many", "boolean": "per
 
 
 def write_call(form: TurnFormat, tokenizer: Tokenizer, name: str, arguments: Schema) -> str:
-    """Return the text of a call in the form that `form` reads."""
+    """Return the text of a call as the chat template writes it, so that a rendering of it has the
+    same ids, if `form` reads it so; else in the form that `form` reads."""
+    with suppress(ValueError):
+        text = _rendered(form, tokenizer, name, arguments)
+        if [*form.read(tokenizer.encode(text, special=False)).calls] == [ToolCall(name, arguments)]:
+            return text
     match form.family:
         case "hermes":
             body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)

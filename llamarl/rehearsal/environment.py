@@ -21,7 +21,7 @@ from llamarl.rehearsal.faults import MADE, SLOW_S, Injector
 from llamarl.scoring.definition import Schema
 from llamarl.scoring.environment import EnvironmentSpec, EnvironmentWorker, PlayedEpisode
 from llamarl.scoring.turn_format import TurnFormat, TurnText
-from llamarl.scoring.user_code.pool import Failure
+from llamarl.scoring.user_code.pool import Call, Failure
 from llamarl.scoring.user_code.watchdog import descendants
 
 Message = dict[str, Any]
@@ -34,9 +34,9 @@ TOLD, PROGRAM = "told", "program"
 class PlayedTurn:
     """A turn of a policy and what followed: the `text` and the `calls` that were read, each with
     its name and what is wrong with it; the `whole` text, and with special tokens (`raw`); the
-    messages with which the environment
-    answered; the names of its tools that failed; and the `seconds` until it had answered, or None
-    for an agent, which works as it likes."""
+    messages with which the environment answered; the names of its tools that failed, and of those
+    among them that had been called rightly (`raised`); and the `seconds` until it had answered, or
+    None for an agent, which works as it likes."""
 
     conversation: int
     raw: str
@@ -46,6 +46,7 @@ class PlayedTurn:
     calls: list[tuple[str, str]]
     said: list[Message] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    raised: list[str] = field(default_factory=list)
     seconds: float | None = None
 
 
@@ -124,8 +125,10 @@ class RehearsedEnvironment(EnvironmentWorker):
         """Return the format of the turns in a conversation that is, or was, played here."""
         return self._forms[row_id, conversation]
 
-    def held(self) -> Held:
-        """Return what all processes hold now."""
+    async def held(self) -> Held:
+        """Return what all processes hold, once they have dropped what nothing refers to."""
+        for pool in self._pools:
+            await pool.run([Call(None, ("tidy", []))])
         own = {pid for pool in self._pools for pid in pool.pids}
         counts = [0, 0]
         for pid in own:
@@ -170,6 +173,8 @@ class RehearsedEnvironment(EnvironmentWorker):
             turn = log.turns[-1]
             turn.said = found["messages"]
             turn.failed = [name for name, _, has_failed in found["calls"] if has_failed]
+            pairs = zip(found["calls"], arguments[1], strict=True)
+            turn.raised = [told[0] for told, (_, _, error) in pairs if told[2] and not error]
             if found["messages"]:
                 text, calls = arguments
                 if episode.format.family == "tagged":  # the template knows no calls

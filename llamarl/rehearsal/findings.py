@@ -13,19 +13,33 @@ from typing import Any
 from llamarl.core.extensions import FILE, TaskSource
 from llamarl.core.records import StageStatus
 from llamarl.rehearsal.environment import PROGRAM
-from llamarl.rehearsal.policies import ARGUMENTS, CUT, ENDLESS, MALFORMED, SILENT, script_of
+from llamarl.rehearsal.policies import (
+    ARGUMENTS,
+    CUT,
+    ENDLESS,
+    MALFORMED,
+    RIGHT,
+    SILENT,
+    WRONG,
+    script_of,
+)
 from llamarl.rehearsal.rounds import PlayedRollout, Round
 from llamarl.scoring.definition import EPISODE, REWARD, STEP
 from llamarl.scoring.rewards import OWN
 
 ERROR = re.compile(
-    r"\A\W*(traceback|exception|error|fatal|failed|failure|[a-z.]*(error|exception)\b)", re.I
+    r"\A\s*(Traceback \(most recent call last\)|[\w.]*(Error|Exception)\b[^\w\s]*[:(])"
 )
-TIMED_OUT = re.compile(r"\btim(ed|e)[ -]?out\b|\bdeadline exceeded\b", re.I)
+TIMED_OUT = re.compile(
+    r"\b(timed[ -]?out|time-?out (error|expired|exceeded)|deadline exceeded)\b", re.I
+)
 SHOWN = 100  # characters of an example
 TOGETHER = 3.0  # times as long a call takes beside others, and so much longer besides
 LONGER_S = 0.05
-FEW = 3  # examples of what is held per episode
+FEW = 3  # of what is held longer than an episode
+ANSWER_CHARS = 3  # of an answer that is not said by chance
+LOST = "environment.max_restarts"  # in the error of an episode whose process was lost too often
+SHARE = 0.5  # of the episodes that an observation must have ended
 BLOCKING = {
     ("time", "sleep"),
     ("subprocess", "run"),
@@ -84,8 +98,8 @@ def _hides_errors(evidence: Evidence) -> Iterator[Finding]:
             for message in turn.said:
                 text = str(message.get("content", ""))
                 is_told = message.get("name") in turn.failed
-                if is_told:
-                    continue
+                if is_told or message.get("role") != "tool":
+                    continue  # what a step says may be what it likes
                 if TIMED_OUT.search(text[: 2 * SHOWN]):
                     yield Finding(
                         "a time-out looks like an answer",
@@ -134,6 +148,15 @@ def _differs(evidence: Evidence) -> Iterator[Finding]:
         )
         return
     if difference := _difference(alone, evidence.together.rollouts):
+        hung = [each for each in evidence.together.rollouts.values() if _is_hung(each)]
+        if hung and not any(map(_is_hung, alone.values())):
+            yield Finding(
+                "calls take too long beside others",
+                f"{len(hung)} episodes failed when all were played at once, as a call took longer "
+                "than environment.timeout_s, and none alone",
+                _shown(hung[0].error),
+            )
+            return
         yield Finding(
             "episodes disturb each other",
             "an episode went on differently beside others than alone: it shares a file, a port or "
@@ -163,6 +186,10 @@ MET = {
 """What it means that an episode which has met these faults alone goes on differently."""
 
 
+def _is_hung(rollout: PlayedRollout) -> bool:
+    return rollout.status is StageStatus.HUNG
+
+
 def _meets_faults(evidence: Evidence) -> Iterator[Finding]:
     """A fault that should not matter, or be a failure, leads to another reward."""
     if any(_differs(evidence)):
@@ -172,7 +199,7 @@ def _meets_faults(evidence: Evidence) -> Iterator[Finding]:
             key: each
             for key, each in evidence.faulty.rollouts.items()
             if each.log.faults & faults
-            and each.log.faults <= faults | {"commit"}
+            and each.log.faults <= faults | {"commit"}  # no policy here depends on it
             and not each.has_failed
         }
         before = {key: evidence.alone.rollouts[key] for key in met}
@@ -188,6 +215,8 @@ def _difference(
     for key, a in one.items():
         b = other[key]
         where = f"line {a.prompt.line}, rollout {a.number}"
+        if any(x.raw != y.raw for x, y in zip(a.log.turns, b.log.turns, strict=False)):
+            continue  # parallel conversations may have come in another order
         if a.said != b.said or a.has_failed != b.has_failed:
             pairs = zip([*a.said, None], [*b.said, None], strict=False)
             text, now = next(((p, q) for p, q in pairs if p != q), (None, None))
@@ -214,7 +243,9 @@ def _is_invalid(evidence: Evidence) -> Iterator[Finding]:
 def _fails(evidence: Evidence) -> Iterator[Finding]:
     """Episodes fail without a fault."""
     for rollout in _played(evidence):
-        if rollout.status is StageStatus.RAISED:
+        if rollout.status is StageStatus.RAISED and LOST in rollout.error:
+            name, does = "a call ends its process", "ends the process, and the episode is dropped"
+        elif rollout.status is StageStatus.RAISED:
             name, does = "the environment raises", "raises, so the episode is dropped"
         elif rollout.status is StageStatus.HUNG:
             name, does = "the environment hangs", "takes too long, so the episode is dropped"
@@ -225,14 +256,19 @@ def _fails(evidence: Evidence) -> Iterator[Finding]:
 
 def _is_constant(evidence: Evidence) -> Iterator[Finding]:
     """All rewards are equal, whatever is done."""
-    rewards = {each.reward for each in _played(evidence) if not each.has_failed}
-    if len(rewards) == 1:
-        (reward,) = rewards
-        yield Finding(
-            "the reward never differs",
-            f"every episode got {reward:g}, right and wrong answers alike: a group of equal "
-            "rewards has no gradient (if the script knows no right answer, try --against)",
-        )
+    rewards = [each.reward for each in _played(evidence) if not each.has_failed]
+    if len({*rewards}) != 1:
+        return
+    right = [each for each in _played(evidence, RIGHT) if not each.has_failed]
+    wrong = [each for each in _played(evidence, WRONG, MALFORMED) if not each.has_failed]
+    if evidence.scripted and not (right and wrong):
+        return
+    alike = ", right and wrong answers alike" if evidence.scripted else ""
+    yield Finding(
+        "the reward never differs",
+        f"all {len(rewards)} episodes got {rewards[0]:g}{alike}: a group of equal rewards has no "
+        "gradient (if a script cannot know the right answer, try --against)",
+    )
 
 
 def _rewards_silence(evidence: Evidence) -> Iterator[Finding]:
@@ -250,7 +286,7 @@ def _leaks_answer(evidence: Evidence) -> Iterator[Finding]:
     """What the environment says has the answer, though the model has done nothing right."""
     for rollout in _played(evidence, MALFORMED, ARGUMENTS):
         answer = evidence.answers.get(rollout.prompt.line, "")
-        if not answer:
+        if len(answer) < ANSWER_CHARS:
             continue
         word = re.compile(rf"(?<![\w.]){re.escape(answer)}(?![\w.])")
         for turn in rollout.log.turns:
@@ -267,16 +303,21 @@ def _leaks_answer(evidence: Evidence) -> Iterator[Finding]:
 
 def _fills_context(evidence: Evidence) -> Iterator[Finding]:
     """An observation leaves no room."""
-    for rollout in _played(evidence):
-        is_endless = evidence.scripted and script_of(rollout.number) == ENDLESS
-        if rollout.numbers.get("overlong") and not is_endless:
-            sizes = sorted((len(text) for text in rollout.said), reverse=True)
-            size = f"; the longest that fitted had {sizes[0]} characters" if sizes else ""
-            yield Finding(
-                "an observation leaves no room",
-                "what the environment says does not fit into sampling.max_tokens or "
-                f"generator.max_model_len, which ends the episode: shorten it{size}",
-            )
+    played = [
+        each
+        for each in _played(evidence)
+        if not (evidence.scripted and script_of(each.number) in (ENDLESS, CUT, SILENT))
+    ]
+    overlong = [each for each in played if each.numbers.get("overlong")]
+    if overlong and len(overlong) >= SHARE * len(played):
+        sizes = sorted(len(text) for each in played for text in each.said)
+        size = f"; the longest that fitted had {sizes[-1]} characters" if sizes else ""
+        yield Finding(
+            "an observation leaves no room",
+            f"{len(overlong)} of {len(played)} episodes ended as what the environment says did not "
+            "fit into sampling.max_tokens or generator.max_model_len: shorten it, or give them "
+            f"more{size}",
+        )
 
 
 def _never_ends(evidence: Evidence) -> Iterator[Finding]:
@@ -322,7 +363,7 @@ def _leaves_behind(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 "episodes leave something behind",
                 f"{more} more {'open ' if name == 'files' else ''}{name} were held after {num} "
-                f"episodes than after the first of them: close what an episode opens",
+                "episodes than after the first of them: close what an episode opens",
             )
 
 

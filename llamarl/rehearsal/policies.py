@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,21 +76,47 @@ class Policy(Protocol):
         """Give all resources back."""
 
 
+class RememberingPolicy:
+    """Plays the turns that another policy writes, and the same again where it is asked again: what
+    differs then is not the policy's doing."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._written: dict[tuple[int, ...], Sequence[int]] = {}
+
+    async def write(self, asked: AskedTurn) -> Sequence[int]:
+        key = asked.prompt.prompt_id, asked.number, asked.conversation, asked.turn
+        if key not in self._written:
+            self._written[key] = await self._policy.write(asked)
+        return self._written[key][: asked.room]
+
+    def commit(self) -> None:
+        self._policy.commit()
+
+    async def close(self) -> None:
+        await self._policy.close()
+
+
 class ScriptedPolicy:
-    """Plays the script of SCRIPTS that the rollout's number selects; the same turns at each
-    time."""
+    """Plays the script of SCRIPTS that the rollout's number selects; the same turns at each time.
+    `num_misread` counts the calls that are not read as they are meant, such as those of characters
+    that the tokenizer lacks."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
+        self.num_misread = 0
 
     async def write(self, asked: AskedTurn) -> Sequence[int]:
         name = script_of(asked.number)
         if name == CUT and asked.turn == 0:
             ids = self._tokenizer.encode("and so on ", special=False)
             return (ids * (asked.room // len(ids) + 1))[: asked.room]
-        text = self._text(name, asked)
+        text, calls = self._text(name, asked)
         ids = self._tokenizer.encode_all([text], special=False)[0] if text else []
-        return [*ids, self._tokenizer.eos_token_ids[0]]
+        ids.append(self._tokenizer.eos_token_ids[0])
+        read = asked.form.read(ids).calls
+        self.num_misread += [bool(call.error) for call in read] != calls
+        return ids
 
     def commit(self) -> None:
         pass
@@ -98,29 +124,30 @@ class ScriptedPolicy:
     async def close(self) -> None:
         pass
 
-    def _text(self, name: str, asked: AskedTurn) -> str:
+    def _text(self, name: str, asked: AskedTurn) -> tuple[str, list[bool]]:
+        """Return the text of a turn, and for each call in it whether it cannot be read."""
         seed = f"{self._config.seed} {asked.prompt.prompt_id} {asked.number}"
         rng = random.Random(f"{seed} {asked.conversation} {asked.turn}")
         tools, turn = asked.form.kind.schemas, asked.turn
         question = asked.prompt.question(self._config.data.prompt_field)
         answer = self._answer(asked.prompt) if name == RIGHT else NO_ANSWER
         if name == SILENT:
-            return ""
+            return "", []
         if not tools:
-            return NO_ANSWER if name == ENDLESS else answer
+            return NO_ANSWER if name == ENDLESS else answer, []
         tool = tools[turn % len(tools)]
         called = tool["function"]["name"]
         if name == MALFORMED and turn == 0:
-            return write_broken_call(asked.form, called)
+            return write_broken_call(asked.form, called), [True]
         if name == ARGUMENTS and turn < 2:
             arguments = make_wrong_arguments(tool, question, rng)
             called = called if turn == 0 else NO_SUCH_TOOL
-            return write_call(asked.form, self._tokenizer, called, arguments)
+            return write_call(asked.form, self._tokenizer, called, arguments), [False]
         num_calls = {RIGHT: len(tools), WRONG: 1, MALFORMED: 2, ENDLESS: turn + 1}.get(name, 0)
         if turn >= num_calls:
-            return answer
+            return answer, []
         arguments = make_arguments(tool, question, rng)
-        return write_call(asked.form, self._tokenizer, called, arguments)
+        return write_call(asked.form, self._tokenizer, called, arguments), [False]
 
     def _answer(self, prompt: Prompt) -> str:
         """Return the row's answer in the forms that rewards look for."""
@@ -175,6 +202,11 @@ class RecordedPolicy:
         """The row of each recorded prompt."""
         return [rollouts[0].fields for rollouts in self._by_prompt.values()]
 
+    @property
+    def num_rollouts(self) -> int:
+        """The most rollouts of one prompt that are recorded."""
+        return max(map(len, self._by_prompt.values()))
+
     async def write(self, asked: AskedTurn) -> Sequence[int]:
         turns = self.of(asked.prompt, asked.number).turns.get(asked.conversation, [])
         end = self._tokenizer.eos_token_ids[0]
@@ -205,6 +237,8 @@ class RecordedPolicy:
             ids, versions = np.array(line["response_ids"]), np.array(line["token_versions"])
             is_observed = versions == NO_VERSION
             starts = np.flatnonzero(is_observed[1:] != is_observed[:-1]) + 1
+            if not 0 <= int(ids.min()) <= int(ids.max()) < self._tokenizer.num_ids:
+                raise ValueError(f"ids below {self._tokenizer.num_ids} are known")
             runs = zip(np.split(ids, starts), np.split(is_observed, starts), strict=True)
             yield from (run.tolist() for run, observed in runs if len(run) and not observed[0])
             return
@@ -228,8 +262,9 @@ class EndpointPolicy:
         self._client = openai.AsyncOpenAI(base_url=url, api_key="none")
         self._config, self._tokenizer = config, tokenizer
         self.model = model
-        self.num_failed = 0
-        """Turns that the endpoint did not give; they are empty."""
+        self.num_asked = self.num_failed = 0
+        """Turns that were asked for, and those that the endpoint did not give: they are empty."""
+        self._why = ""
 
     async def check(self) -> None:
         """Raise ValueError if there is no such endpoint; without a name of a model, take its
@@ -250,6 +285,7 @@ class EndpointPolicy:
         import openai
 
         sampling = self._config.sampling
+        self.num_asked += 1
         try:
             answer = await self._client.completions.create(
                 model=self.model,
@@ -260,11 +296,19 @@ class EndpointPolicy:
             )
             (choice, *_) = answer.choices
             text, is_whole = choice.text, choice.finish_reason == "stop"
-        except (openai.OpenAIError, ValueError, AttributeError):
+        except (openai.OpenAIError, ValueError, AttributeError) as error:
             self.num_failed += 1
+            self._why = f"{type(error).__name__}: {error}"
             text, is_whole = "", True
         ids = self._tokenizer.encode_all([text], special=False)[0] if text else []
         return [*ids, self._tokenizer.eos_token_ids[0]] if is_whole else ids
+
+    @property
+    def failed(self) -> str:
+        """How many turns the endpoint did not give, in words; empty if it gave all."""
+        if not self.num_failed:
+            return ""
+        return f"{self.num_failed} of {self.num_asked} turns ({self._why:.200})"
 
     def commit(self) -> None:
         pass
@@ -339,7 +383,3 @@ class TinyPolicy:
 
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(tell)
-
-
-MakePolicy = Callable[[], Policy]
-"""Makes the policy of a round."""

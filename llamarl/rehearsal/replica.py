@@ -4,6 +4,7 @@ writes the turns."""
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -60,6 +61,7 @@ class RehearsalReplica(Worker, GeneratorReplica):
         self._waiting: deque[Request] = deque()
         self._open: dict[int, Request] = {}
         self._writing: dict[int, asyncio.Task[None]] = {}  # by the row of a conversation
+        self._asked_for: dict[int, tuple[Request, PartialOutput]] = {}  # the same
         self._tasks: set[asyncio.Task[None]] = set()
         self._kept, self._news = KeptRows[RolloutInfo](), asyncio.Event()
         self._error: BaseException | None = None
@@ -132,16 +134,24 @@ class RehearsalReplica(Worker, GeneratorReplica):
             self._link.close()
         if self._injector.meets("lose", row_id, request.attempt, place):
             return self._lose()
+        self._asked_for[request.row_id] = request, written
         self._writing[request.row_id] = asyncio.create_task(self._write(request, written))
 
     async def _write(self, request: Request, written: PartialOutput) -> None:
         """Have the policy write a turn, and take it from there."""
         try:
-            ids = await self._policy.write(self._asked(request, written))
+            ids, is_stopped = self._ended(
+                request, await self._policy.write(self._asked(request, written))
+            )
+            del self._writing[request.row_id], self._asked_for[request.row_id]
+            self._leave_engine(request, written, ids, is_stopped)
         except Exception as error:  # noqa: BLE001 - raised where rollouts are collected
-            return self._fail(error)
-        self._writing.pop(request.row_id, None)
-        ids, is_stopped = self._ended(request, ids)
+            self._fail(error)
+
+    def _leave_engine(
+        self, request: Request, written: PartialOutput, ids: Sequence[int], is_stopped: bool
+    ) -> None:
+        """Pass on a turn, perhaps with a commit in its middle."""
         versions = np.full(len(ids), self._version, np.int32)
         row_id = episode_of(request.row_id)[0]
         place = request.row_id, len(written.ids)
@@ -149,17 +159,14 @@ class RehearsalReplica(Worker, GeneratorReplica):
             self._version += 1
             self._policy.commit()
             versions[len(ids) // 2 :] = self._version
-        self._part.leave_engine(
-            RequestOutput(
-                request=request,
-                written=PartialOutput(
-                    ids=np.concatenate([written.ids, np.array(ids, np.int32)]),
-                    logprobs=np.zeros(len(written.ids) + len(ids), np.float32),
-                    versions=np.concatenate([written.versions, versions]),
-                ),
-                reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
-            )
+            self._environment.logs[row_id].faults.add("commit")
+        output = PartialOutput(
+            ids=np.concatenate([written.ids, np.array(ids, np.int32)]),
+            logprobs=np.zeros(len(written.ids) + len(ids), np.float32),
+            versions=np.concatenate([written.versions, versions]),
         )
+        reason = FinishReason.STOP if is_stopped else FinishReason.LENGTH
+        self._part.leave_engine(RequestOutput(request=request, written=output, reason=reason))
 
     def _asked(self, request: Request, written: PartialOutput) -> AskedTurn:
         row_id, conversation = episode_of(request.row_id)
@@ -179,27 +186,41 @@ class RehearsalReplica(Worker, GeneratorReplica):
 
     def _ended(self, request: Request, ids: Sequence[int]) -> tuple[Sequence[int], bool]:
         """Return the ids of a turn up to its end, and whether it has one."""
-        sampling, ends = request.sampling, {*self._tokenizer.eos_token_ids}
-        ends |= {*sampling.stop_token_ids}
-        for number, each in enumerate(ids, start=1):
-            if each in ends:
-                return ids[:number], True
-            if sampling.stop_strings and any(
-                stop in self._tokenizer.decode(ids[:number]) for stop in sampling.stop_strings
-            ):
-                return ids[:number], True
-        return ids, False
+        sampling = request.sampling
+        ends = {*self._tokenizer.eos_token_ids, *sampling.stop_token_ids}
+        num_tokens = next((n for n, each in enumerate(ids, start=1) if each in ends), 0)
+        found = ids[:num_tokens] if num_tokens else ids
+
+        def has_stop(number: int) -> bool:
+            text = self._tokenizer.decode(found[:number])
+            return any(stop in text for stop in sampling.stop_strings)
+
+        if sampling.stop_strings and has_stop(len(found)):
+            first = bisect_left(range(len(found) + 1), x=True, key=has_stop)
+            return found[:first], True
+        return found, bool(num_tokens)
 
     def _abort(self, row_ids: Sequence[int]) -> None:
+        """Stop writing these conversations; each leaves as it was before its turn."""
         for row_id in row_ids:
             if (writing := self._writing.pop(row_id, None)) is not None:
                 writing.cancel()
+                request, written = self._asked_for.pop(row_id)
+                output = RequestOutput(
+                    request=request, written=written, reason=FinishReason.ABORTED
+                )
+                asyncio.get_running_loop().call_soon(self._stopped, self._part, output)
+
+    def _stopped(self, part: EpisodePart, output: RequestOutput) -> None:
+        if part is self._part:  # else it was lost meanwhile
+            part.leave_engine(output)
 
     def _lose(self) -> None:
         """End as a replica whose process is killed: another one begins all its episodes again."""
         for task in self._writing.values():
             task.cancel()
         self._writing.clear()
+        self._asked_for.clear()
         lost = [*self._open.values()]
         self._part.reset()
         self._link.close()

@@ -79,26 +79,27 @@ def render(
     evidence: Evidence,
     measured: Measured,
     findings: Sequence[Finding],
-    cost: Sequence[str],
-    notes: Sequence[str] = (),
+    notes: Sequence[str],
 ) -> str:
-    """Return the page. `cost` says what a step of the recipe costs, `notes` what else is to be
-    known."""
+    """Return the page; `notes` say what is to be known of the policy."""
     together = [*evidence.together.rollouts.values()]
     parts = [
-        [*_table("per episode", measured.per_episode, 1)],
+        [*_table("per episode", measured.per_episode, 2)],
         [*_rewards(evidence, together)],
         [*_table("seconds per turn", measured.per_turn_s, 4)],
-        [*_ids(together)],
+        [*_ids(together, evidence.scripted)],
         [*_calls(together)],
         [*_limits(together)],
         [*_failures(config, evidence)],
-        [*cost],
         [*notes],
         [*_findings(findings)],
     ]
-    lines = ("\n".join(map(_wrapped, part)) + "\n" for part in parts if part)
-    return "\n".join(lines)
+    return "\n".join(wrapped(part) for part in parts if part)
+
+
+def wrapped(lines: Sequence[str]) -> str:
+    """Return a part of the page, in lines of its width."""
+    return "".join(f"{_wrapped(line)}\n" for line in lines)
 
 
 def _wrapped(line: str) -> str:
@@ -116,7 +117,7 @@ def figures(
 ) -> dict[str, Any]:
     """Return the figures of the page as JSON."""
     together = [*evidence.together.rollouts.values()]
-    names = "mean", "median", "most"
+    names = "mean", "median", "max"
     named = {
         key: {name: dict(zip(names, each, strict=True)) for name, each in value.items()}
         for key, value in {
@@ -159,7 +160,7 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
 def _table(
     title: str, rows: Mapping[str, tuple[float, float, float]], digits: int
 ) -> Iterator[str]:
-    yield f"{title:<28}{'mean':>12}{'half below':>12}{'most':>12}"
+    yield f"{title:<28}{'mean':>12}{'median':>12}{'max':>12}"
     for name, cells in rows.items():
         yield f"  {name:<26}" + "".join(f"{cell:>12,.{digits}f}" for cell in cells)
 
@@ -181,7 +182,7 @@ def _rewards(evidence: Evidence, rollouts: Sequence[PlayedRollout]) -> Iterator[
         yield f"  {name:<12}{shown}   {words}"
 
 
-def _ids(rollouts: Sequence[PlayedRollout]) -> Iterator[str]:
+def _ids(rollouts: Sequence[PlayedRollout], scripted: bool) -> Iterator[str]:
     num = sum(each.num_rendered for each in rollouts)
     found = [(each, difference) for each in rollouts for difference in each.differences]
     where = "sequences with more than one turn"
@@ -194,8 +195,8 @@ def _ids(rollouts: Sequence[PlayedRollout]) -> Iterator[str]:
         "written)"
     )
     rollout, first = found[0]
-    script = f", {script_of(rollout.number)}" if rollout.number < len(SCRIPTS) else ""
-    yield f"  line {rollout.prompt.line}{script}, after {first.turn} turns"
+    script = f", {script_of(rollout.number)}" if scripted else ""
+    yield f"  line {rollout.prompt.line}{script}, in turn {first.turn + 1}"
     yield f"    written   {first.written!r:.110}"
     yield f"    rendered  {first.rendered!r:.110}"
 
@@ -217,9 +218,10 @@ def _calls(rollouts: Sequence[PlayedRollout]) -> Iterator[str]:
     for error, count in wrong.most_common():
         raw = next(t.raw for t in turns if any(each == error for _, each in t.calls))
         yield f"  {count:>6}  {error}: {raw!r:.{SHOWN}}"
-    failed = Counter(name or "?" for turn in turns for name in turn.failed)
-    for name, count in failed.most_common():
-        yield f"  {count:>6}  calls of {name} failed, and the model was told so"
+    raised = Counter(name for turn in turns for name in turn.raised)
+    if raised:
+        names = ", ".join(f"{count} of {name}" for name, count in raised.most_common())
+        yield f"calls that parse and failed, of which the model was told: {names}"
 
 
 def _limits(rollouts: Sequence[PlayedRollout]) -> Iterator[str]:
@@ -247,19 +249,19 @@ def _failures(config: Config, evidence: Evidence) -> Iterator[str]:
     kinds = Counter(each.status for each in plain if each.has_failed)
     yield f"failures without faults: {_kinds(kinds)}"
     if injected := evidence.faulty.injected:
-        yield "with faults: " + ", ".join(f"{n} {WORDS[name]}" for name, n in injected.items())
+        yield "with faults: " + ", ".join(f"{WORDS[name]}: {n}" for name, n in injected.items())
         again = sum(bool(each.log.faults & LOST) for each in faulty.values())
         failed = Counter(each.status for each in faulty.values() if each.has_failed)
         yield (
-            f"  {again} of {len(faulty)} episodes began or asked again; {failed.total()} failed "
-            f"({_kinds(failed)}) and are not trained on"
+            f"  {again} of {len(faulty)} episodes began or asked again, as a loss takes along all "
+            f"that are open; failed, and not trained on: {_kinds(failed)}"
         )
         told = [each for each in faulty.values() if TOLD in each.log.faults]
         if told:
             same = sum(each.reward == evidence.together.rollouts[each.key].reward for each in told)
             yield (
-                f"  in {len(told)} a tool failed and the model was told; {same} of them got the "
-                "reward that they get without"
+                f"  in {len(told)} the model was told that a tool had failed; {same} of those got "
+                "the reward that they got without faults"
             )
     num = _num_zero(config, [*plain, *faulty.values()])
     yield (

@@ -50,7 +50,7 @@ from llamarl.recipe.inputs import Inputs
 from llamarl.recipe.prompt_inputs import context_of
 from llamarl.rehearsal.environment import EpisodeLog, Held, RehearsedEnvironment, Transcript
 from llamarl.rehearsal.faults import Faults, Injector
-from llamarl.rehearsal.policies import MakePolicy, Policy
+from llamarl.rehearsal.policies import Policy
 from llamarl.rehearsal.replica import RehearsalReplica
 from llamarl.scoring.environment import EnvironmentLink
 from llamarl.scoring.stages import SCORE
@@ -58,7 +58,7 @@ from llamarl.scoring.stages import SCORE
 NO_FAULTS = Faults()
 LONGEST_PROMPT = 2**24
 SHOWN_TOKENS = 6  # on each side of the place where ids differ
-MAX_RESTARTS = 1000
+MAX_LOSSES = 20  # that faults may cause an episode, beside those of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def rehearsed(config: Config, num_rollouts: int, run_dir: str) -> Config:
         top_p=1.0,
         min_p=0.0,
     )
-    environment = replace(config.environment, max_failure_rate=1.0, max_restarts=MAX_RESTARTS)
+    environment = replace(config.environment, max_failure_rate=1.0)
     return replace(
         config,
         run_dir=run_dir,
@@ -172,7 +172,7 @@ class Rehearsal:
     inputs: Inputs
     tokenizer: Tokenizer
     prompts: Sequence[Prompt]
-    make_policy: MakePolicy
+    policy: Policy
 
     async def play(
         self,
@@ -186,18 +186,16 @@ class Rehearsal:
         injector = Injector(faults, self.config.seed)
         async with AsyncExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="llamarl-rehearsal-"))
-            policy = self.make_policy()
-            stack.push_async_callback(policy.close)
             environment, replica, engines = await stack.enter_async_context(
-                self._running(folder, policy, injector, at_once, is_reversed)
+                self._running(folder, injector, at_once, is_reversed)
             )
-            held = [environment.held()]
+            held = [await environment.held()]
             is_alone = at_once == 1 and not is_reversed
             few = max(1, len(self.prompts) // 4) if is_alone else 0
             groups: list[Group] = []
             for some in (self.prompts[:few], self.prompts[few:]):
                 groups += await engines.generate(some)
-                held.append(environment.held())
+                held.append(await environment.held())
             await engines.score(groups[::-1] if is_reversed else groups)
             rollouts = await self._read(engines, environment, replica, groups)
             await engines.retire(groups, "dropped", reason="rehearsed")
@@ -205,9 +203,13 @@ class Rehearsal:
 
     @asynccontextmanager
     async def _running(
-        self, folder: str, policy: Policy, injector: Injector, at_once: int, is_reversed: bool
+        self, folder: str, injector: Injector, at_once: int, is_reversed: bool
     ) -> AsyncIterator[tuple[RehearsedEnvironment, RehearsalReplica, LibraryEngines]]:
         config, inputs = self.config, self.inputs
+        if injector.faults != NO_FAULTS:
+            own = config.environment
+            most = own.max_restarts + MAX_LOSSES
+            config = replace(config, environment=replace(own, max_restarts=most))
         if at_once == 1:  # then what comes after what is known
             config = replace(
                 config,
@@ -229,7 +231,7 @@ class Rehearsal:
             played = InlineExecutor("environment-0", [environment], [spans])
             link = EnvironmentLink("environment-0", played.one(Environment), spec.socket)
             replica = RehearsalReplica(
-                policy,
+                self.policy,
                 environment,
                 link,
                 started.storage,

@@ -4,6 +4,7 @@ be dropped."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -44,6 +45,11 @@ class RehearsedEpisodes(Episodes):
     """The episodes of one process."""
 
     agent_kind = DroppingEpisode
+
+    async def tidy(self) -> Answer:
+        """Collect what nothing refers to."""
+        gc.collect()
+        return {}
 
     async def reply_and_drop(self, row_id: int, conversation: int, reply: dict[str, Any]) -> Answer:
         """Answer a request as `reply` does, and drop its connection."""
