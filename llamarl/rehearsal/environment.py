@@ -53,12 +53,23 @@ class PlayedTurn:
 @dataclass(slots=True)
 class Transcript:
     """A conversation as a client knows it; `ends` has the number of messages after each turn of the
-    policy. It `branches` if its prompt has turns that were written in another one."""
+    policy, of which the first `num_before` were written in another one, where it branches off."""
 
     messages: list[Message]
     schemas: list[Schema]
     ends: list[int] = field(default_factory=list)
-    branches: bool = False
+    num_before: int = 0
+
+    def add(self, turn: TurnText, *said: Message) -> None:
+        """Add a turn of the policy, and what follows it."""
+        self.messages.append(_written(turn))
+        self.ends.append(len(self.messages))
+        self.messages += said
+
+    def before(self, turn: int) -> list[Message]:
+        """Return the messages that were there before this turn, from 0, in it."""
+        ends = self.ends[self.num_before :]
+        return self.messages[: ends[turn] - 1] if turn < len(ends) else [*self.messages]
 
 
 @dataclass(slots=True)
@@ -150,9 +161,7 @@ class RehearsedEnvironment(EnvironmentWorker):
         found = form.read(turn.ids)
         raw = self._tokenizer.decode_raw(turn.ids)
         if self._agent_plays(turn):
-            transcript = self._by_key[turn.row_id, key]
-            transcript.messages.append(_written(found))
-            transcript.ends.append(len(transcript.messages))
+            self._by_key[turn.row_id, key].add(found)
         calls = [(call.name, call.error) for call in found.calls]
         whole = self._tokenizer.decode(turn.ids)
         return PlayedTurn(turn.conversation, raw, whole, len(turn.ids), found.text, calls)
@@ -179,8 +188,7 @@ class RehearsedEnvironment(EnvironmentWorker):
                 text, calls = arguments
                 if episode.format.family == "tagged":  # the template knows no calls
                     text, calls = turn.whole, []
-                transcript = log.transcripts[0]
-                transcript.messages += [_written(TurnText(text, calls)), *found["messages"]]
+                log.transcripts[0].add(TurnText(text, calls), *found["messages"])
         elif method == "wait":
             for event in found["events"]:
                 self._hear(row_id, event)
@@ -198,7 +206,7 @@ class RehearsedEnvironment(EnvironmentWorker):
         if event["after"] is not None:
             other, num_turns = event["after"]
             before = self._by_key[row_id, other]
-            new.ends, new.branches = before.ends[:num_turns], True
+            new.ends, new.num_before = before.ends[:num_turns], num_turns
             new.messages = [*before.messages[: new.ends[-1]], *new.messages]
         self._by_key[key] = new
 

@@ -348,7 +348,7 @@ def _waits_in_line(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _seconds(found: Round) -> list[float]:
-    rollouts = found.rollouts.values()
+    rollouts = [each for each in found.rollouts.values() if not each.has_failed]
     turns = (turn for each in rollouts for turn in each.log.turns if turn.said)
     return [turn.seconds for turn in turns if turn.seconds is not None]
 

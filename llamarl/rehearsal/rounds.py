@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from llamarl.cluster.inline import InlineExecutor
@@ -312,10 +313,11 @@ class Rehearsal:
             transcript = played.log.transcripts.get(episode_of(row_id)[1])
             prompt, ids, versions = (columns[name][place].tolist() for name in columns)
             observed = [n for n, version in enumerate(versions) if version == NO_VERSION]
-            if transcript is None or not (observed or transcript.branches):
+            if transcript is None or not (observed or transcript.num_before):
                 continue
+            num_turns = sum(a != NO_VERSION == b for a, b in pairwise(versions))
             written = [*prompt, *ids[: observed[-1] + 1 if observed else 0]]
-            rendered = self._rendered(played.prompt, transcript)
+            rendered = self._rendered(played.prompt, transcript, num_turns)
             if rendered is None:
                 continue
             played.num_rendered += 1
@@ -324,12 +326,10 @@ class Rehearsal:
                     self._difference(written, rendered, len(prompt), versions)
                 )
 
-    def _rendered(self, prompt: Prompt, transcript: Transcript) -> list[int] | None:
-        """Return the ids of a rendering of the messages before the last turn; None if the chat
-        template refuses them."""
-        messages = [*transcript.messages]
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
+    def _rendered(self, prompt: Prompt, transcript: Transcript, num_turns: int) -> list[int] | None:
+        """Return the ids of a rendering of the messages before the turn that follows so many; None
+        if the chat template refuses them."""
+        messages = transcript.before(num_turns)
         data = replace(
             self.config.data, system=None, max_prompt_tokens=LONGEST_PROMPT, overlong="error"
         )
@@ -348,7 +348,6 @@ class Rehearsal:
         place = next((n for n, (a, b) in pairs if a != b), shorter)
         around = slice(max(0, place - SHOWN_TOKENS), place + SHOWN_TOKENS)
         before = versions[: max(0, place - num_prompt)]
-        pairs_of = zip([0, *before], before, strict=False)
-        turn = sum(a != NO_VERSION == b for a, b in pairs_of)
+        turn = sum(a != NO_VERSION == b for a, b in pairwise([0, *before]))
         decode = self.tokenizer.decode_raw
         return Difference(turn, decode(written[around]), decode(rendered[around]))

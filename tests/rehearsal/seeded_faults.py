@@ -111,6 +111,9 @@ SEEDED: dict[str, list[tuple[str, str]]] = {
         ),
         (LOOK, "return f'already open: {self.was}'"),
     ],
+    "a call ends its process": [
+        (LOOK, "os._exit(3)"),
+    ],
     "the environment raises": [
         ("self.answer, self.seen =", "1 / 0\n        self.answer, self.seen ="),
     ],
