@@ -273,7 +273,10 @@ def _cost(
     from llamarl.planner.recipe import forecast_recipe, timed
 
     plan = replace(planned(config.plan, measured, rollouts), num_steps=FEWEST_STEPS)
-    names = "prompt_tokens", "median_tokens", "num_turns", "observation_tokens", "tool_s"
+    names = (
+        *("prompt_tokens", "median_tokens", "num_turns", "observation_tokens", "tool_s"),
+        "num_steps",
+    )
     told = " ".join(f"plan.{name}={getattr(plan, name):g}" for name in names)
     whose = "" if kind in (ENDPOINT, RECORDED) else f", lengths of the {kind} policy, no model's"
     lines = [f"a step of the recipe, by llamarl plan with {told}{whose}"]

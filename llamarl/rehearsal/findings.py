@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from llamarl.core.extensions import FILE, TaskSource
+from llamarl.core.extensions import TaskSource
 from llamarl.core.records import StageStatus
 from llamarl.rehearsal.environment import PROGRAM
 from llamarl.rehearsal.policies import (
@@ -419,8 +419,7 @@ def _blocks(evidence: Evidence) -> Iterator[Finding]:
 
 def _trees(source: TaskSource | None) -> Iterator[tuple[str, ast.Module]]:
     for path, text in (source or {}).items():
-        if path == FILE or path.endswith(".py"):
-            yield path, ast.parse(text)
+        yield path, ast.parse(text)
 
 
 def _shown(text: str) -> str:

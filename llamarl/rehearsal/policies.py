@@ -324,6 +324,7 @@ class TinyPolicy:
         self._config, self._num_asked = config, 0
         self._waiting: dict[int, asyncio.Future[Sequence[int]]] = {}
         self._loop = asyncio.get_running_loop()
+        self._error: BaseException | None = None  # the first
         self._thread = ComputeThread("policy", on_error=self._fail)
         self._thread.post(lambda: self._build(folder, context))
 
@@ -376,10 +377,12 @@ class TinyPolicy:
             waiting.set_result(ids)
 
     def _fail(self, error: BaseException) -> None:
+        first = self._error = self._error or error
+
         def tell() -> None:
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_exception(error)
+                    waiting.set_exception(first)
 
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(tell)

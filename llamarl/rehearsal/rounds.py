@@ -77,7 +77,7 @@ class PlayedRollout:
     """An episode as it ended: its reward, NaN if it has none, and `status` and `error` if it failed
     or its reward did. `log` is what was seen of it; `num_tokens` counts what the policy wrote,
     `num_rendered` the conversations that were compared with a rendering of their messages.
-    `is_cut` and `limit` say whether a limit ended it, and which."""
+    `limit` names the limit that ended it, empty if none did."""
 
     prompt: Prompt
     number: int
@@ -88,7 +88,6 @@ class PlayedRollout:
     num_tokens: int
     num_observed: int
     num_conversations: int
-    is_cut: bool
     limit: str
     numbers: Mapping[str, float]
     num_rendered: int = 0
@@ -297,7 +296,6 @@ class Rehearsal:
             num_tokens=sum(each.num_generated for each in rollout.sequences),
             num_observed=sum(each.num_tokens - each.num_generated for each in rollout.sequences),
             num_conversations=len(rollout.sequences),
-            is_cut=is_cut,
             limit=limits[0] if limits else "tokens" if is_cut else "",
             numbers=numbers,
         )

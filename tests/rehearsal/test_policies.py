@@ -30,6 +30,7 @@ from llamarl.rehearsal.policies import (
 )
 from llamarl.scoring.definition import Kind
 from llamarl.scoring.turn_format import TurnFormat
+from tests.e2e.forks import Forks
 from tests.json_lines import write_lines
 from tests.places import ROOT
 
@@ -179,6 +180,22 @@ def test_an_endpoint_goes_on_from_the_ids(
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("m", 0.5, 20)
 
 
+@pytest.mark.long
+def test_the_command_asks_an_endpoint_for_each_turn_once_and_says_what_it_did_not_get(
+    completions: tuple[str, list[dict[str, Any]]], forks: Forks, tmp_path: Path
+) -> None:
+    url, asked_for = completions
+    found = tmp_path / "found.json"
+    options = [f"--against={url}", f"--json={found}", "--prompts=1", "--faults=none"]
+    done = forks.run("rehearse", f"--config-dir={RECIPE}", *options)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(found.read_text())
+    assert (figures["policy"], figures["num_episodes"]) == ("endpoint", 4)
+    (note,) = figures["notes"]
+    assert note.startswith("the endpoint gave no answer to 1 of 4 turns (BadRequestError")
+    assert len(asked_for) == 4, "other rounds play the same turns"
+
+
 def test_an_endpoint_that_is_not_there_is_one_line(tokenizer: Tokenizer) -> None:
     config = to_config(compose(RECIPE, []))
     policy = EndpointPolicy("http://127.0.0.1:9/v1", "", config, tokenizer)
@@ -220,5 +237,5 @@ def test_a_checkpoint_that_is_none_ends_what_waits_for_it(
         finally:
             await policy.close()
 
-    with pytest.raises((ValueError, AttributeError)):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         asyncio.run(draw())
